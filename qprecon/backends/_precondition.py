@@ -1,11 +1,12 @@
 """The "dc" preconditioner: a low rank of the undamped, unscaled H plus the exact diagonal of the rest.
 
-C = D + FFᵀ with F (N, r) a randomised Nyström factor and D = diag(H − FFᵀ) + λ. All columns share F and D; per column the Woodbury identity
-needs K_j = (I + F_IᵀD_I⁻¹F_I)⁻¹, an r×r matrix, and
+C = D + FFᵀ with F (N, r) a randomised Nyström factor and D = diag(H − FFᵀ) + λ. All columns share F and D; per column the
+Woodbury identity needs K_j = (I + F_IᵀD_I⁻¹F_I)⁻¹, an r×r matrix, and
 
     C_II⁻¹ r = D⁻¹r − D⁻¹F_I K_j F_IᵀD⁻¹ r.
 
-The r×r Gram matrices of all columns come from one product: the mask's transpose (K, N) times the row-wise products of D^-½F with itself.
+The r×r Gram matrices of all columns come from one product: the mask's transpose (K, N) times the row-wise products of D^-½F
+with itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Preconditioned conjugate gradients on all columns at once: one product H·P advances every column, the mask follows.
 
-Each column is CG on its own H_II (the mask commutes with everything that is not H). In Δ form: the residual is never formed from Hw − Hŵ.
+Each column is CG on its own H_II. In Δ form: the residual is never formed from Hw − Hŵ.
 """
 
 from __future__ import annotations
