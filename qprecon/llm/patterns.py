@@ -42,8 +42,9 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
-            hint = f"; for {float(self.fraction):g} percent write '{float(self.fraction):g}%'" if self.fraction > 1 else ""
-            raise ValueError(f"sparsity must lie in [0, 1], got {float(self.fraction):g}{hint}")
+            value = float(self.fraction)
+            hint = f"; for {value:g} percent write '{value:g}%'" if value > 1 else ""
+            raise ValueError(f"sparsity must lie in [0, 1], got {value:g}{hint}")
 
     @classmethod
     def parse(cls, value: str | float | Fraction | Pattern) -> Pattern:
