@@ -55,7 +55,9 @@ def test_check_names_the_layer():
         Pattern.parse("2:4").check(10, "q_proj")
 
 
-@pytest.mark.parametrize(("sparsity", "n", "k"), [(0.7, 10, 7), (0.29, 100, 29), (0.6, 64, 38), (1 / 3, 3, 1), (1, 5, 5)])
+@pytest.mark.parametrize(
+    ("sparsity", "n", "k"), [(0.7, 10, 7), (0.29, 100, 29), (0.6, 64, 38), (1 / 3, 3, 1), (1, 5, 5)]
+)
 def test_counts_are_not_spoilt_by_binary_fractions(sparsity, n, k):
     assert Pattern.parse(sparsity).pruned_per_group(n) == k
 

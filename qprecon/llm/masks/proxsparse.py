@@ -177,7 +177,7 @@ def _train(
         schedule.step()
         trained.shrink(lam)
         if progress is not None:
-            progress(step + 1, total, float(loss))
+            progress(step + 1, total, loss.item())
 
 
 def _next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
