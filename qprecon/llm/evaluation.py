@@ -123,19 +123,27 @@ def _check_windows(model: Any, cut: TokenWindows, tokens: torch.Tensor) -> None:
     """Refuse what would fail late, or deep inside a GPU kernel."""
     seqlen = tokens.shape[1]
     if tokens.shape[0] == 0:
-        raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
+        raise ValueError(
+            f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen."
+        )
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < seqlen:
-        raise ValueError(f"windows of {seqlen:,} tokens, but the model has {positions:,} positions: use seqlen={positions}")
+        raise ValueError(
+            f"windows of {seqlen:,} tokens, but the model has {positions:,} positions: use seqlen={positions}"
+        )
     vocabulary = model.get_input_embeddings().num_embeddings
     if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
         bad = int(tokens.max()) if int(tokens.max()) >= vocabulary else int(tokens.min())
-        raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?")
+        raise ValueError(
+            f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?"
+        )
 
 
 @torch.inference_mode()
-def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool) -> float:
+def _total_nll(
+    model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool
+) -> float:
     device = model.get_input_embeddings().weight.device
     training = model.training
     model.eval()
