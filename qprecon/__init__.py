@@ -1,3 +1,52 @@
-"""Optimal weights for any pruning mask, certified."""
+"""Optimal weights for any pruning mask, certified.
+
+    solution = qprecon.solve(H, W, mask, damping=0.01)
+
+``qprecon.llm`` prunes transformers; it is loaded when first touched, so that ``import qprecon`` loads neither torch nor jax.
+"""
+
+from typing import Any
+
+from ._solve import solve
+from .errors import (
+    BackendBrokenError,
+    BackendNotInstalledError,
+    NotOptimalError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from .forms import BoxForm, ReducedForm, box_form, reduced_form
+from .problem import ColumnQP
+from .registry import available_backends
+from .solution import Provenance, Solution, Timing
+from .status import Status
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BackendBrokenError",
+    "BackendNotInstalledError",
+    "BoxForm",
+    "ColumnQP",
+    "NotOptimalError",
+    "Provenance",
+    "ReducedForm",
+    "Solution",
+    "Status",
+    "Timing",
+    "UnknownBackendError",
+    "UnsupportedError",
+    "available_backends",
+    "box_form",
+    "llm",
+    "reduced_form",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "llm":
+        import importlib
+
+        return importlib.import_module("qprecon.llm")
+    raise AttributeError(f"module 'qprecon' has no attribute {name!r}")

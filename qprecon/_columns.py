@@ -1,0 +1,425 @@
+"""Columns through a backend: chunks that fit in memory, audited rounds, and what is accepted in the end.
+
+A backend's own stopping test only estimates the gap. So a chunk is solved, audited, and the columns whose certified gap is still too large
+go on from where they are, with a tolerance tightened by as much as the audit asks for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import registry
+from .audit import Audit, Certificate, audit, relative_gap
+from .interop import Array, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
+from .linalg import column_dots
+from .normalise import ColumnScaling, Scaling
+from .problem import ColumnQP
+from .status import Status
+
+_ROUNDS = 6  # audited rounds at most; each must at least halve the worst gap to be followed by another
+_HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
+_AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
+_LIMITS = {"iteration_limit": Status.ITERATION_LIMIT, "time_limit": Status.TIME_LIMIT}
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """Everything that the columns of a layer share."""
+
+    problem: ColumnQP
+    loaded: registry.Loaded
+    cert: Certificate
+    scaling: Scaling
+    damped_NN: Array  # in the backend's dtype, unscaled, for the starts' residuals
+    solve_chunk: registry.SolveChunk
+    dtype: str
+    library: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: certified gap, iterations a call of the backend, ``time.monotonic()`` seconds."""
+
+    tol: float
+    max_iterations: int | None
+    deadline: float | None
+
+    @property
+    def expired(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+@dataclass(eq=False)
+class Columns:
+    """Results of some columns, filled in as chunks come back; figures as in ``Solution``."""
+
+    weights_NK: Array
+    status: np.ndarray
+    reported_status: np.ndarray
+    iterations: np.ndarray
+    objective: np.ndarray
+    baseline: np.ndarray
+    stationarity: np.ndarray
+    violation: np.ndarray
+    gap_bound: np.ndarray
+    relative_gap: np.ndarray
+    fell_back: np.ndarray
+    extras: dict[str, Any] = field(default_factory=dict)
+    solve_seconds: float = 0.0
+    audit_seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Start:
+    """Where a chunk starts: the masked weights, or the warm start where that is better."""
+
+    weights_NK: Array
+    audit: Audit
+    baseline_K: np.ndarray  # objective of the masked weights
+    energy_K: np.ndarray  # scale of the objective, positive where anything is to be gained
+
+
+def solve_in_chunks(
+    setup: Setup, limits: Limits, warm_NK: Array | None, batch_size: int | None
+) -> tuple[Columns, dict[str, Any]]:
+    """Solve every column; returns the results and notes on what was chosen automatically."""
+    problem = setup.problem
+    out = _empty_columns(problem, setup.dtype)
+    bad_K = problem.invalid_columns()
+    out.status[bad_K] = Status.INVALID_INPUT
+    size = batch_size or _automatic_size(setup)
+    notes: dict[str, Any] = {} if batch_size else {"batch_size": size}
+    pending = list(_slices(np.flatnonzero(~bad_K), size, contiguous=not bad_K.any()))
+    while pending:
+        columns = pending.pop(0)
+        try:
+            _solve_chunk(setup, limits, warm_NK, columns, out)
+        except Exception as error:
+            width = _width(columns)
+            if not _out_of_memory(error) or width == 1:
+                raise
+            _release(problem.weights_NK)
+            half = (width + 1) // 2
+            notes["batch_size"] = f"{half}, halved after running out of memory at {width}"
+            pending[:0] = _slices(_indices(columns), half, contiguous=isinstance(columns, slice))
+    return out, notes
+
+
+def _solve_chunk(setup: Setup, limits: Limits, warm_NK: Array | None, columns: Any, out: Columns) -> None:
+    clock = time.monotonic()
+    start = _start(setup, warm_NK, columns)
+    clock = _lap(setup, clock, out, "audit_seconds")
+    weights_NK, figures, gap_K = start.weights_NK, start.audit, None
+    local = np.arange(_width(columns))  # the columns of this chunk that are still to be improved
+    gap_K = _gap(setup, figures, start, slice(None))
+    reported = np.full(len(local), "not run", dtype=object)
+    iterations = np.zeros(len(local), dtype=np.int64)
+    tolerance, fell_K = 0.5 * limits.tol, np.zeros(len(local), dtype=bool)
+    local = local[gap_K > limits.tol]
+    for round_ in range(_ROUNDS):
+        if not len(local) or (limits.expired and round_ == 0 and _mark(reported, local, "time_limit")) or limits.expired:
+            break
+        raw, answer_NK = _run(setup, limits, start, columns, local, weights_NK, figures, tolerance)
+        clock = _lap(setup, clock, out, "solve_seconds")
+        reported[local] = raw.reported_status
+        iterations[local] += raw.iterations
+        _merge_extras(out.extras, raw.extras)
+        before_K = gap_K[local]
+        weights_NK, figures, worse_K = _keep_better(setup, columns, local, weights_NK, figures, answer_NK)
+        gap_K = _gap(setup, figures, start, slice(None))
+        clock = _lap(setup, clock, out, "audit_seconds")
+        if round_ == 0:
+            fell_K[local] = worse_K
+        failing_K = gap_K[local] > limits.tol
+        if not failing_K.any() or not _worth_another(setup, before_K, gap_K[local], failing_K, raw, round_):
+            break
+        local = local[failing_K]
+        ratio = float(np.median(gap_K[local][np.isfinite(gap_K[local])])) / limits.tol if np.isfinite(gap_K[local]).any() else 1e6
+        tolerance *= float(np.clip(0.3 / ratio, 1e-4, 0.3))
+    _store(setup, limits, columns, out, weights_NK, figures, gap_K, reported, iterations, fell_K, start)
+
+
+def _start(setup: Setup, warm_NK: Array | None, columns: Any) -> _Start:
+    problem = setup.problem
+    masked_NK = problem.clip(cast(problem.weights_NK[:, columns], setup.dtype), columns)
+    figures = audit(problem, setup.cert, masked_NK, columns)
+    baseline_K = figures.objective.copy()
+    energy_K = _energy(setup, masked_NK, figures, columns)
+    if warm_NK is None:
+        return _Start(masked_NK, figures, baseline_K, energy_K)
+    xp = namespace(masked_NK)
+    warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
+    warm_figures = audit(problem, setup.cert, warm_chunk_NK, columns)
+    with np.errstate(invalid="ignore"):
+        better_K = warm_figures.objective < figures.objective
+    weights_NK = xp.where(_like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
+    return _Start(weights_NK, _choose(better_K, warm_figures, figures), baseline_K, energy_K)
+
+
+def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.ndarray:
+    """What a column's objective is measured in: f(start), or with an explicit rhs, where f has no zero, ΔᵀAΔ + 2|gᵀΔ| or a Jacobi step's gain."""
+    problem = setup.problem
+    if problem.rhs_NK is None:
+        return figures.objective
+    back_NK = cast(problem.weights_NK[:, columns], "float64") - cast(masked_NK, "float64")
+    g_NK = problem.linear("float64", columns)
+    quadratic_K = column_dots(back_NK, figures.rho_NK - g_NK)
+    diagonal_N1 = setup.cert.damped_NN.diagonal()[:, None]
+    xp = namespace(back_NK)
+    positive_N1 = xp.where(diagonal_N1 > 0, diagonal_N1, xp.ones_like(diagonal_N1))
+    kept_NK = cast(problem.mask_NK[:, columns], "float64")
+    jacobi_K = (figures.rho_NK**2 * kept_NK / positive_N1).sum(0)
+    total_K = quadratic_K + 2.0 * abs(column_dots(back_NK, g_NK))
+    return np.maximum(to_numpy(total_K), to_numpy(jacobi_K))
+
+
+def _run(
+    setup: Setup,
+    limits: Limits,
+    start: _Start,
+    columns: Any,
+    local: np.ndarray,
+    weights_NK: Array,
+    figures: Audit,
+    tolerance: float,
+) -> tuple[registry.RawColumns, Array]:
+    """Hand the local columns to the backend, normalised; returns its answer in the problem's units, feasible."""
+    problem, some = setup.problem, _some(local, weights_NK)
+    wanted = _compose(columns, local, weights_NK)
+    scale = setup.scaling.columns(start.energy_K[local])
+    lib = lambda x: to_library(x, setup.library)  # noqa: E731
+    scaled = lambda x: None if x is None else lib(scale.weights(cast(x[:, wanted], setup.dtype)))  # noqa: E731
+    g_NK = problem.linear(setup.dtype, wanted)
+    chunk = registry.Chunk(
+        weights_NK=scaled(problem.weights_NK),
+        mask_NK=lib(problem.mask_NK[:, wanted]),
+        start_NK=lib(scale.weights(weights_NK[:, some])),
+        residual_NK=lib(scale.linear(cast(figures.rho_NK[:, some], setup.dtype))),
+        start_objective_K=lib(_scaled_objective(setup, scale, figures, local, wanted)),
+        improved_K=lib(scale.objective(_like(start.baseline_K[local] - figures.objective[local], weights_NK))),
+        linear_NK=None if g_NK is None else lib(scale.linear(g_NK)),
+        lower_NK=scaled(problem.lower_NK),
+        upper_NK=scaled(problem.upper_NK),
+        tolerance=tolerance,
+        max_iterations=limits.max_iterations,
+        deadline=limits.deadline,
+    )
+    raw = setup.solve_chunk(chunk)
+    answer_NK = scale.unscale_weights(back_to(raw.weights_NK, weights_NK))
+    return raw, problem.clip(answer_NK, wanted)
+
+
+def _scaled_objective(setup: Setup, scale: ColumnScaling, figures: Audit, local: np.ndarray, wanted: Any) -> Array:
+    objective_K = _like(figures.objective[local], figures.rho_NK)
+    if setup.problem.rhs_NK is not None:  # without the constant that the Δ form leaves out
+        b_NK = cast(setup.problem.rhs_NK[:, wanted], "float64") + setup.problem.linear("float64", wanted)
+        objective_K = objective_K + column_dots(cast(setup.problem.weights_NK[:, wanted], "float64"), b_NK)
+    return scale.objective(objective_K)
+
+
+def _keep_better(
+    setup: Setup, columns: Any, local: np.ndarray, weights_NK: Array, figures: Audit, answer_NK: Array
+) -> tuple[Array, Audit, np.ndarray]:
+    """Audit the answers and keep each only where it beats what was there; also says where it did not."""
+    xp = namespace(weights_NK)
+    some = _some(local, weights_NK)
+    fresh = audit(setup.problem, setup.cert, answer_NK, _compose(columns, local, weights_NK))
+    old = _take(figures, local, some)
+    with np.errstate(invalid="ignore"):
+        better_K = np.isfinite(fresh.objective) & (fresh.objective <= old.objective)
+        # on equal footing (rounding decides) the smaller certified gap wins
+    mixed_NK = xp.where(_like(better_K, weights_NK)[None, :], answer_NK, weights_NK[:, some])
+    mixed = _choose(better_K, fresh, old)
+    if len(local) == weights_NK.shape[1]:
+        return mixed_NK, mixed, ~better_K
+    weights_NK[:, some] = mixed_NK
+    figures.rho_NK[:, some] = mixed.rho_NK
+    for name in ("objective", "gap_bound", "stationarity", "violation"):
+        getattr(figures, name)[local] = getattr(mixed, name)
+    return weights_NK, figures, ~better_K
+
+
+def _worth_another(
+    setup: Setup, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: registry.RawColumns, round_: int
+) -> bool:
+    """Another round helps only a backend that continues, was not stopped by a limit, and still makes progress."""
+    if not setup.loaded.record.capabilities.warm_start:
+        return False
+    if np.isin(np.asarray(raw.reported_status, dtype=object), list(_LIMITS)).all():
+        return False
+    return round_ == 0 or bool((after_K[failing_K] < 0.5 * before_K[failing_K]).any())
+
+
+def _gap(setup: Setup, figures: Audit, start: _Start, columns: Any) -> np.ndarray:
+    return relative_gap(setup.problem, figures, start.baseline_K[columns], start.energy_K[columns])
+
+
+def _store(
+    setup: Setup,
+    limits: Limits,
+    columns: Any,
+    out: Columns,
+    weights_NK: Array,
+    figures: Audit,
+    gap_K: np.ndarray,
+    reported: np.ndarray,
+    iterations: np.ndarray,
+    fell_K: np.ndarray,
+    start: _Start,
+) -> None:
+    status = np.full(len(gap_K), Status.INACCURATE, dtype=object)
+    for word, member in _LIMITS.items():
+        status[reported == word] = member
+    if setup.cert.factor_NN is None:
+        status[(status == Status.INACCURATE) & (figures.gap_bound >= figures.objective)] = Status.UNCERTIFIED
+    status[fell_K] = Status.FELL_BACK
+    status[gap_K <= limits.tol] = Status.OPTIMAL
+    out.weights_NK[:, columns] = weights_NK
+    for name, values in (
+        ("status", status),
+        ("reported_status", reported),
+        ("iterations", iterations),
+        ("objective", figures.objective),
+        ("baseline", start.baseline_K),
+        ("stationarity", _relative_stationarity(figures, start)),
+        ("violation", figures.violation),
+        ("gap_bound", np.where(np.isnan(figures.gap_bound), np.inf, figures.gap_bound)),
+        ("relative_gap", gap_K),
+        ("fell_back", fell_K),
+    ):
+        getattr(out, name)[columns] = values
+
+
+def _relative_stationarity(figures: Audit, start: _Start) -> np.ndarray:
+    scale_K = np.sqrt(np.maximum(start.energy_K, 0.0))
+    return np.divide(figures.stationarity, scale_K, out=np.zeros_like(scale_K), where=scale_K > 0)
+
+
+def _empty_columns(problem: ColumnQP, dtype: str) -> Columns:
+    k = problem.n_columns
+    real = lambda value: np.full(k, value, dtype=np.float64)  # noqa: E731
+    return Columns(
+        weights_NK=_masked_copy(problem, dtype),
+        status=np.full(k, Status.INACCURATE, dtype=object),
+        reported_status=np.full(k, "not run", dtype=object),
+        iterations=np.zeros(k, dtype=np.int64),
+        objective=real(np.nan),
+        baseline=real(np.nan),
+        stationarity=real(np.inf),
+        violation=real(np.nan),
+        gap_bound=real(np.inf),
+        relative_gap=real(np.inf),
+        fell_back=np.zeros(k, dtype=bool),
+    )
+
+
+def _masked_copy(problem: ColumnQP, dtype: str) -> Array:
+    """What an invalid column comes back as: its own kept weights, zeros where pruned."""
+    xp = namespace(problem.weights_NK)
+    w_NK = cast(problem.weights_NK, dtype)
+    return xp.where(problem.mask_NK, w_NK, xp.zeros_like(w_NK))
+
+
+def _automatic_size(setup: Setup) -> int:
+    n, k = setup.problem.n_inputs, setup.problem.n_columns
+    itemsize = 8 if setup.dtype == "float64" else 4
+    per_column = setup.loaded.bytes_per_column(n, itemsize, setup.loaded.options) + _AUDIT_BYTES * n
+    budget = _HOST_BUDGET
+    if setup.problem.place.device_type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        budget = 0.6 * (free + reserved)
+    most = max(1, min(k, int(budget // max(per_column, 1.0)))) if k else 1
+    parts = -(-k // most) if k else 1
+    return max(1, -(-k // parts))  # even chunks: a small remainder would cost as many launches as a full one
+
+
+def _slices(indices: np.ndarray, size: int, contiguous: bool) -> Iterator[Any]:
+    for first in range(0, len(indices), size):
+        part = indices[first : first + size]
+        yield slice(int(part[0]), int(part[-1]) + 1) if contiguous else part
+
+
+def _indices(columns: Any) -> np.ndarray:
+    return np.arange(columns.start, columns.stop) if isinstance(columns, slice) else columns
+
+
+def _width(columns: Any) -> int:
+    return columns.stop - columns.start if isinstance(columns, slice) else len(columns)
+
+
+def _some(local: np.ndarray, like_NK: Array) -> Any:
+    """Index of the local columns within their chunk; a slice where it is all of them, which copies nothing."""
+    return slice(None) if len(local) == like_NK.shape[1] else _like(local, like_NK)
+
+
+def _compose(columns: Any, local: np.ndarray, like_NK: Array) -> Any:
+    """Index of the local columns within the problem."""
+    if len(local) == like_NK.shape[1] and isinstance(columns, slice):
+        return columns
+    return _like(_indices(columns)[local], like_NK)
+
+
+def _like(x: np.ndarray, like: Array) -> Array:
+    return namespace(like).as_tensor(x, device=like.device) if kind_of(like) == "torch" else x
+
+
+def _take(figures: Audit, local: np.ndarray, some: Any) -> Audit:
+    return Audit(
+        figures.objective[local],
+        figures.gap_bound[local],
+        figures.stationarity[local],
+        figures.violation[local],
+        figures.rho_NK[:, some],
+    )
+
+
+def _choose(first_K: np.ndarray, a: Audit, b: Audit) -> Audit:
+    xp = namespace(a.rho_NK)
+    return Audit(
+        np.where(first_K, a.objective, b.objective),
+        np.where(first_K, a.gap_bound, b.gap_bound),
+        np.where(first_K, a.stationarity, b.stationarity),
+        np.where(first_K, a.violation, b.violation),
+        xp.where(_like(first_K, a.rho_NK)[None, :], a.rho_NK, b.rho_NK),
+    )
+
+
+def _merge_extras(total: dict[str, Any], extras: dict[str, Any]) -> None:
+    for key, value in extras.items():
+        if key.endswith("_seconds") and key in total:
+            total[key] += value
+        else:
+            total[key] = value
+
+
+def _mark(reported: np.ndarray, local: np.ndarray, word: str) -> bool:
+    reported[local] = word
+    return True
+
+
+def _lap(setup: Setup, since: float, out: Columns, field_name: str) -> float:
+    synchronize(setup.problem.weights_NK)
+    now = time.monotonic()
+    setattr(out, field_name, getattr(out, field_name) + now - since)
+    return now
+
+
+def _out_of_memory(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "outofmemory" in text or "resource_exhausted" in text
+
+
+def _release(like: Array) -> None:
+    if kind_of(like) == "torch" and like.device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()

@@ -1,0 +1,232 @@
+"""The certificate: what the core knows of an answer, whoever gave it. Everything here is float64 and of the damped problem.
+
+With A = H + λI, Δ = ŵ − w and ρ = g − AΔ (minus half the gradient of the objective ΔᵀAΔ − 2gᵀΔ), weak duality gives for **any** split
+ρ = y + s with y supported on entries that have a bound on the side ρ pushes to,
+
+    f(ŵ) − f* ≤ sᵀA⁻¹s + 2 Σ [y⁺(u − ŵ) + y⁻(ŵ − l)].
+
+On fixed (pruned) entries y = ρ costs nothing; on free entries s = ρ. One Cholesky factor of a layer serves all its columns, since
+(A_II)⁻¹ ⪯ (A⁻¹)_II: the first term is at most ‖L⁻¹s‖². The factor is taken of A − σI with σ well above its backward error, so that
+LLᵀ ⪯ A holds in exact arithmetic and a successful factorisation proves λ_min(A) > 0; nothing is assumed of H.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .interop import Array, cast, kind_of, namespace, to_numpy
+from .linalg import add_to_diagonal, cholesky, column_dots, solve_lower
+from .problem import ColumnQP, mean_diagonal
+
+UNIT = 2.0**-53  # unit roundoff of float64
+FLOOR = 1e-6
+"""Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing (f* = 0, as with
+a Gram matrix of few tokens) no relative accuracy exists."""
+
+_LADDER = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11)  # trial shifts without damping, in units of mean(diag H)
+_PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """What the audit shares between columns: A and its verified factor.
+
+    Attributes:
+        damped_NN: A, (N, N) float64.
+        factor_NN: L with LLᵀ ⪯ A, or None where A is not positive definite to working precision.
+        lambda_min: verified lower bound on the smallest eigenvalue of A on its live inputs; 0.0 without a factor.
+        dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has 1s for them: no feasible residual reaches them.
+    """
+
+    damped_NN: Array
+    factor_NN: Array | None
+    lambda_min: float
+    norm: float  # Frobenius norm of A
+    dead_N: Array | None = None
+
+    @property
+    def rounding(self) -> float:
+        """Bound on ‖fl(AΔ) − AΔ‖ / ‖Δ‖."""
+        n = self.damped_NN.shape[0]
+        return 1.01 * (n + 2) * UNIT * self.norm
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """Figures of each column, (K,) float64 numpy: see ``Solution`` for what they mean; and ρ = g − AΔ, (N, K) float64."""
+
+    objective: np.ndarray
+    gap_bound: np.ndarray
+    stationarity: np.ndarray
+    violation: np.ndarray
+    rho_NK: Array
+
+
+def certificate(problem: ColumnQP) -> Certificate:
+    """Factorise A once for a layer.
+
+    Raises:
+        ValueError: H + λI has a clearly negative eigenvalue.
+    """
+    a_NN = problem.damped_hessian("float64")
+    n, mean = problem.n_inputs, mean_diagonal(a_NN)
+    norm = float((a_NN * a_NN).sum()) ** 0.5 if n else 0.0
+    error = 1.01 * (n + 1) * UNIT * mean * n  # backward error of a Cholesky factorisation
+    dead_N = a_NN.diagonal() == 0
+    any_dead = bool(dead_N.any())
+    live_NN = add_to_diagonal(a_NN, mean * cast(dead_N, "float64")) if any_dead else a_NN
+    trials = [problem.ridge / 16.0, *(mean * step for step in _LADDER)]
+    for trial in trials:
+        if trial < 4.0 * error or n == 0:
+            continue
+        factor_NN = cholesky(add_to_diagonal(live_NN, -trial))
+        if factor_NN is None:
+            continue
+        if trial != trials[0]:  # a trial near λ_min leaves a nearly singular factor and a useless bound: step well below it
+            trial = max(trial / 16.0, 4.0 * error)
+            factor_NN = cholesky(add_to_diagonal(live_NN, -trial))
+        if factor_NN is not None:
+            return Certificate(a_NN, factor_NN, trial - 2.0 * error, norm, dead_N if any_dead else None)
+    _refuse_indefinite(a_NN, max(100.0 * error, 1e-6 * mean))
+    return Certificate(a_NN, None, 0.0, norm)
+
+
+def audit(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None)) -> Audit:
+    """Audit ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``."""
+    w_NK = cast(problem.weights_NK[:, columns], "float64")
+    new_NK = cast(weights_NK, "float64")
+    mask_NK = problem.mask_NK[:, columns]
+    back_NK = w_NK - new_NK  # −Δ
+    g_NK = problem.linear("float64", columns)
+    rho_NK = cert.damped_NN @ back_NK
+    objective_K = column_dots(back_NK, rho_NK)
+    if g_NK is not None:
+        objective_K = objective_K + 2.0 * column_dots(back_NK, g_NK)
+        objective_K = objective_K - column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
+        rho_NK = rho_NK + g_NK
+    free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
+    gap_K = price_K + _quadratic_term(cert, free_NK, back_NK, mask_NK)
+    if g_NK is None:
+        xp = namespace(objective_K)
+        objective_K = xp.maximum(objective_K, xp.zeros_like(objective_K))
+        gap_K = xp.where(gap_K < objective_K, gap_K, objective_K)  # f* ≥ 0, also where there is no certificate (NaN)
+    return Audit(
+        objective=to_numpy(objective_K),
+        gap_bound=to_numpy(gap_K),
+        stationarity=to_numpy(_largest_scaled(free_NK, cert)),
+        violation=to_numpy(_violation(problem, new_NK, mask_NK, columns)),
+        rho_NK=rho_NK,
+    )
+
+
+def relative_gap(problem: ColumnQP, figures: Audit, start_objective_K: np.ndarray, scale_K: np.ndarray) -> np.ndarray:
+    """The gap bound relative to what the optimum costs, (K,).
+
+    Default rhs: gap / max(f − gap, FLOOR · f_start). Explicit rhs, where f has no natural zero: gap / max(f_start − f, FLOOR · scale), the
+    improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where the gap bound is 0.
+    """
+    gap_K, f_K = figures.gap_bound, figures.objective
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if problem.rhs_NK is None:
+            base_K = np.maximum(f_K - gap_K, FLOOR * start_objective_K)
+        else:
+            base_K = np.maximum(start_objective_K - f_K, FLOOR * scale_K)
+        ratio_K = np.where(gap_K == 0.0, 0.0, gap_K / base_K)
+    return np.where(np.isnan(ratio_K), np.inf, ratio_K)
+
+
+def _refuse_indefinite(a_NN: Array, tolerance: float) -> None:
+    if a_NN.shape[0] and tolerance > 0.0 and cholesky(add_to_diagonal(a_NN, tolerance)) is None:
+        raise ValueError(
+            "H is clearly indefinite (H plus damping has a negative eigenvalue): it is no Gram matrix. Accumulate XᵀX in float32 or better"
+        )
+
+
+def _split(
+    problem: ColumnQP, rho_NK: Array, new_NK: Array, mask_NK: Array, cert: Certificate, columns: Any
+) -> tuple[Array, Array]:
+    """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too."""
+    xp = namespace(rho_NK)
+    zero_NK = xp.zeros_like(rho_NK)
+    free_NK = xp.where(mask_NK, rho_NK, zero_NK)
+    price_NK = zero_NK
+    diagonal_N1 = cert.damped_NN.diagonal()[:, None]
+    for bound_NK, sign in ((problem.upper_NK, 1.0), (problem.lower_NK, -1.0)):
+        if bound_NK is None:
+            continue
+        slack_NK = sign * (cast(bound_NK[:, columns], "float64") - new_NK)
+        cost_NK = 2.0 * sign * rho_NK * slack_NK
+        # any choice is valid: let the bound take ρ where that is cheaper than the quadratic term's own diagonal estimate
+        takes_NK = mask_NK & (sign * rho_NK > 0) & (slack_NK >= 0) & (cost_NK * diagonal_N1 <= rho_NK * rho_NK)
+        free_NK = xp.where(takes_NK, zero_NK, free_NK)
+        price_NK = xp.where(takes_NK, cost_NK, price_NK)
+    return free_NK, price_NK.sum(0)
+
+
+def _quadratic_term(cert: Certificate, free_NK: Array, back_NK: Array, mask_NK: Array) -> Array:
+    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
+    noise_K = cert.rounding * column_dots(back_NK, back_NK) ** 0.5
+    if cert.factor_NN is None:
+        return _per_column_term(cert, free_NK, noise_K, mask_NK)
+    n = free_NK.shape[0]
+    solved_NK = solve_lower(cert.factor_NN, free_NK)
+    slack = 1.0 + 2.02 * (n + 2) * UNIT * (cert.norm / cert.lambda_min) ** 0.5  # the triangular solve's own error
+    term_K = (slack * column_dots(solved_NK, solved_NK) ** 0.5 + noise_K / cert.lambda_min**0.5) ** 2
+    if cert.dead_N is None:
+        return term_K
+    xp = namespace(free_NK)  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded
+    unbounded_K = (free_NK[cert.dead_N] != 0).any(0)
+    return xp.where(unbounded_K, xp.full_like(term_K, np.inf), term_K)
+
+
+def _per_column_term(cert: Certificate, free_NK: Array, noise_K: Array, mask_NK: Array) -> Array:
+    """Without a shared factor (H singular, no damping): factor each column's own A_II, while that stays cheap."""
+    a_NN, s_NK, noise = to_numpy(cert.damped_NN), to_numpy(free_NK), to_numpy(noise_K)
+    kept_NK = to_numpy(mask_NK)
+    out_K = np.full(s_NK.shape[1], np.nan)
+    out_K[~kept_NK.any(0)] = 0.0
+    budget = _PER_COLUMN_FLOPS
+    for j in np.flatnonzero(kept_NK.any(0)):
+        index_I = np.flatnonzero(kept_NK[:, j])
+        budget -= len(index_I) ** 3
+        if budget < 0:
+            break
+        block_II = a_NN[np.ix_(index_I, index_I)]
+        live_I = block_II.diagonal() > 0  # dead inputs have zero rows: they cost and gain nothing
+        out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], noise[j])
+    if kind_of(free_NK) == "torch":
+        return namespace(free_NK).as_tensor(out_K, device=free_NK.device)
+    return out_K
+
+
+def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> float:
+    n = len(s_I)
+    if n == 0:
+        return 0.0
+    error = 1.01 * (n + 1) * UNIT * float(np.trace(block_II))
+    shift = 4.0 * error
+    factor_II = cholesky(add_to_diagonal(block_II, -shift))
+    if factor_II is None:
+        return np.nan
+    return float((np.linalg.norm(solve_lower(factor_II, s_I[:, None])) * 1.01 + noise / (shift - 2.0 * error) ** 0.5) ** 2)
+
+
+def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
+    """max over the free entries of |s_i| / √A_ii, (K,): the square root of an objective."""
+    diagonal_N = cert.damped_NN.diagonal()
+    xp = namespace(diagonal_N)
+    scale_N = xp.where(diagonal_N > 0, diagonal_N, xp.ones_like(diagonal_N)) ** 0.5
+    if free_NK.shape[0] == 0:
+        return free_NK.sum(0)
+    return xp.amax(abs(free_NK) / scale_N[:, None], 0)
+
+
+def _violation(problem: ColumnQP, new_NK: Array, mask_NK: Array, columns: Any) -> Array:
+    """Largest distance from the feasible set, in units of the weights, (K,)."""
+    if new_NK.shape[0] == 0:
+        return new_NK.sum(0)
+    xp = namespace(new_NK)
+    return xp.amax(abs(new_NK - problem.clip(new_NK, columns)), 0)

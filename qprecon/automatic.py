@@ -1,0 +1,65 @@
+"""What ``"auto"`` and ``None`` mean: the backend and the dtype, each with its reason in words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from . import registry
+from .errors import UnsupportedError
+from .interop import dtype_name
+from .problem import ColumnQP
+
+FLOAT32_TOLERANCE = 1e-7  # float32 cannot hold a smaller relative gap (its floor at 1 % damping is about 1e-8)
+_SMALL = 192  # inputs below which one factor a column beats any iteration
+
+
+def choose_dtype(problem: ColumnQP, tol: float, dtype: str | None) -> tuple[str, str | None]:
+    """The backend's dtype and why; ``dtype`` as given wins.
+
+    Raises:
+        ValueError: neither float32 nor float64, or a tolerance that float32 cannot hold.
+    """
+    if dtype is not None:
+        name = dtype_name_of(dtype)
+        if name not in ("float32", "float64"):
+            raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+        if name == "float32" and tol < FLOAT32_TOLERANCE:
+            raise ValueError(f"tol={tol:g} is beyond float32 (smallest: {FLOAT32_TOLERANCE:g}); use dtype='float64'")
+        return name, None
+    if "float64" in (dtype_name(problem.hessian_NN), dtype_name(problem.weights_NK)):
+        return "float64", "float64: H or W is"
+    if tol < 1e-6:
+        return "float64", "float64: tol is below 1e-6"
+    if problem.damping < 1e-3:
+        return "float64", "float64: damping is below 1e-3, so the condition number is unknown"
+    return "float32", "float32: enough for this tol and damping"
+
+
+def choose_backend(problem: ColumnQP, dtype: str) -> tuple[str, str]:
+    """The fastest installed backend that can do the problem, and why (measured in docs/backends.md)."""
+    if problem.has_bounds:
+        for name in ("admm", "osqp", "mpax", "cvxpy"):
+            record = registry.find(name)
+            if record.installed and record.capabilities.bounds and dtype in record.capabilities.dtypes:
+                return name, f"{name}: the bounds rule out pcg and cholesky"
+        raise UnsupportedError("no installed backend takes general bounds: pip install 'qprecon[osqp]'")
+    if problem.n_inputs <= _SMALL and problem.place.device_type == "cpu":
+        return "cholesky", f"cholesky: at most {_SMALL} inputs"
+    return "pcg", "pcg: all columns at once"
+
+
+def dtype_name_of(dtype: object) -> str:
+    """Name of a dtype given as a string, a numpy or jax dtype, or a torch dtype."""
+    text = getattr(dtype, "__name__", None) or str(dtype)
+    return text.removeprefix("torch.")
+
+
+def versions(record: registry.Backend) -> dict[str, str]:
+    """Versions of qprecon, the array libraries' and the backend's packages."""
+    found = {}
+    for name in ("qprecon", "numpy", "scipy", *record.requires):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

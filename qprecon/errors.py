@@ -1,0 +1,23 @@
+"""Exceptions for misuse. Numerical failure is data (a status a column), not an exception."""
+
+from __future__ import annotations
+
+
+class UnknownBackendError(ValueError):
+    """No backend of that name is registered."""
+
+
+class BackendNotInstalledError(ImportError):
+    """The backend exists, but a package that it needs is missing; the message names the extra that brings it."""
+
+
+class BackendBrokenError(RuntimeError):
+    """The backend's packages are installed but fail to import or to set up; the cause is chained."""
+
+
+class UnsupportedError(ValueError):
+    """The backend cannot do what was asked; the message names those that can."""
+
+
+class NotOptimalError(RuntimeError):
+    """Raised by ``Solution.raise_for_status`` when a column is not certified optimal."""

@@ -1,0 +1,159 @@
+"""Arrays in and out: numpy, torch and jax. Device and dtype are decided here and nowhere else.
+
+The core computes with numpy or torch arrays, which share the few operations it needs: numpy for numpy input and for jax arrays on
+the CPU, torch for torch tensors and for jax arrays on another device (zero-copy through DLPack).
+Neither torch nor jax is imported unless an array of its kind is given or a backend asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or torch.Tensor inside the core; also jax.Array at the border
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the caller's arrays live: the kind that goes in is the kind that comes out."""
+
+    kind: str  # "numpy", "torch" or "jax"
+    device: Any = None  # torch.device or jax.Device
+
+    @property
+    def library(self) -> str:
+        """The library that the core computes in for arrays of this place."""
+        if self.kind == "jax" and getattr(self.device, "platform", "cpu") == "cpu":
+            return "numpy"
+        return "torch" if self.kind == "jax" else self.kind
+
+    @property
+    def device_type(self) -> str:
+        """``"cpu"``, ``"cuda"``, …"""
+        if self.kind == "jax":
+            platform = getattr(self.device, "platform", "cpu")
+            return "cuda" if platform == "gpu" else platform
+        return "cpu" if self.device is None else self.device.type
+
+
+def kind_of(x: Any) -> str:
+    """``"torch"``, ``"jax"`` or ``"numpy"`` (anything else that numpy can read), without importing either."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "torch"
+    if jax is not None and isinstance(x, jax.Array):
+        return "jax"
+    return "numpy"
+
+
+def place_of(x: Any) -> Place:
+    """Kind and device of an array."""
+    kind = kind_of(x)
+    if kind == "torch":
+        return Place(kind, x.device)
+    if kind == "jax":
+        return Place(kind, next(iter(x.devices())))
+    return Place("numpy")
+
+
+def to_core(x: Any, place: Place) -> Array:
+    """Bring an array of any kind to the core's library and device for ``place``, without changing its dtype."""
+    kind = kind_of(x)
+    if place.library == "numpy":
+        if kind == "torch":
+            x = x.detach().cpu()
+            return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
+        return np.asarray(x)
+    import torch
+
+    if kind == "jax":
+        x = torch.from_dlpack(x)
+    elif kind == "numpy":
+        x = torch.as_tensor(np.asarray(x))
+    device = place.device if place.kind == "torch" else torch.device("cuda", getattr(place.device, "local_hardware_id", 0))
+    return x.detach().to(device)
+
+
+def from_core(x: Array, place: Place) -> Array:
+    """Give the core's result back as the caller's kind, on the caller's device."""
+    if place.kind != "jax":
+        return x
+    import jax
+
+    if place.library == "torch":
+        return jax.dlpack.from_dlpack(x.contiguous())
+    if x.dtype == np.float64 and not jax.config.jax_enable_x64:
+        x = x.astype(np.float32)  # jax would do so silently, with a warning
+    return jax.device_put(x, place.device)
+
+
+def to_library(x: Array, library: str) -> Array:
+    """Hand a core array to a backend that computes in ``library``; zero-copy where the two share a device."""
+    if x is None or kind_of(x) == library:
+        return x
+    if library == "numpy":
+        return to_numpy(x)
+    if library == "torch":
+        import torch
+
+        return torch.as_tensor(x)
+    import jax
+
+    if kind_of(x) == "torch" and x.device.type == "cuda":
+        return jax.dlpack.from_dlpack(x.contiguous())
+    return jax.numpy.asarray(to_numpy(x))
+
+
+def back_to(x: Any, like: Array) -> Array:
+    """Bring a backend's array to the library, device and dtype of the core array ``like``."""
+    kind, target = kind_of(x), kind_of(like)
+    if target == "numpy":
+        return np.asarray(to_numpy(x), dtype=like.dtype)
+    import torch
+
+    if kind == "jax":
+        x = torch.from_dlpack(x) if like.device.type == "cuda" else torch.from_numpy(np.array(x))
+    return torch.as_tensor(x).to(device=like.device, dtype=like.dtype)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A numpy array with the same values; bfloat16 widened to float32."""
+    if kind_of(x) == "torch":
+        x = x.detach().cpu()
+        return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
+    return np.asarray(x)
+
+
+def dtype_name(x: Array) -> str:
+    """``"float32"``, ``"bool"``, … for an array of any kind."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def cast(x: Array, name: str) -> Array:
+    """``x`` in the dtype called ``name``; the same object when it has it already."""
+    if kind_of(x) == "torch":
+        import torch
+
+        return x.to(getattr(torch, name))
+    return x.astype(name, copy=False)
+
+
+def namespace(x: Array) -> Any:
+    """The module (numpy or torch) whose functions apply to a core array."""
+    return sys.modules["torch"] if kind_of(x) == "torch" else np
+
+
+def synchronize(x: Array) -> None:
+    """Wait for the device of ``x``, so that a clock read next to it means something."""
+    if kind_of(x) == "torch" and x.device.type == "cuda":
+        sys.modules["torch"].cuda.synchronize(x.device)
+
+
+def describe_device(x: Array) -> str:
+    """The device in words, for reports."""
+    if kind_of(x) == "torch" and x.device.type == "cuda":
+        return f"{x.device} ({sys.modules['torch'].cuda.get_device_name(x.device)})"
+    return str(x.device) if kind_of(x) == "torch" else "cpu"

@@ -1,0 +1,77 @@
+"""The few dense kernels that the core needs, for numpy and for torch arrays alike."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import scipy.linalg
+
+from .interop import Array, kind_of, namespace
+
+
+def cholesky(a_NN: Array) -> Array | None:
+    """Lower Cholesky factor of a symmetric matrix, or None where it does not exist numerically.
+
+    The strict upper triangle of the result is zero for torch and undefined for numpy; use it through ``solve_lower``.
+    """
+    if kind_of(a_NN) == "torch":
+        torch = namespace(a_NN)
+        factor, info = torch.linalg.cholesky_ex(a_NN)
+        return factor if int(info) == 0 and bool(torch.isfinite(torch.diagonal(factor)).all()) else None
+    try:
+        factor = scipy.linalg.cholesky(a_NN, lower=True, check_finite=False)
+    except scipy.linalg.LinAlgError:
+        return None
+    return factor if np.isfinite(factor.diagonal()).all() else None
+
+
+def solve_lower(factor_NN: Array, b_NK: Array) -> Array:
+    """``L⁻¹ b`` for a lower triangular ``L``."""
+    if kind_of(b_NK) == "torch":
+        return namespace(b_NK).linalg.solve_triangular(factor_NN, b_NK, upper=False)
+    return scipy.linalg.solve_triangular(factor_NN, b_NK, lower=True, check_finite=False)
+
+
+def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
+    """A copy of ``a`` with ``value`` (scalar or (N,)) added to its diagonal."""
+    if kind_of(a_NN) == "torch":
+        out = a_NN.clone()
+        out.diagonal().add_(value)
+        return out
+    out = a_NN.copy()
+    out.reshape(-1)[:: out.shape[0] + 1] += value
+    return out
+
+
+def column_dots(a_NK: Array, b_NK: Array) -> Array:
+    """Inner product of each pair of columns, (K,)."""
+    if kind_of(a_NK) == "torch":
+        return (a_NK * b_NK).sum(0)
+    return np.einsum("nk,nk->k", a_NK, b_NK)
+
+
+@contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """Keep torch's float32 products in float32: a process that allows TF32 would lose the answer's digits unasked."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the process uses the newer switch; torch refuses to mix the two
+        settings = torch.backends.cuda.matmul
+        before, settings.fp32_precision = settings.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

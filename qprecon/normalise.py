@@ -1,0 +1,85 @@
+"""Scaling, once, for every backend: absolute tolerances mean nothing before it (see docs/mathematics.md).
+
+Every factor is a power of two, so that scaling and unscaling round nothing. H is divided by its mean diagonal, or made nearly unit-diagonal
+(Jacobi) for the backends that ask for it; each column is divided by the square root of its start's objective. A dead input
+(zero diagonal) and a column whose objective is zero keep the factor 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .interop import Array, cast, dtype_name, namespace, to_numpy
+
+
+def power_of_two(x: np.ndarray) -> np.ndarray:
+    """The power of two nearest to each positive entry (in the logarithm); 1 for zero, negative or non-finite ones."""
+    x = np.asarray(x, dtype=np.float64)
+    usable = np.isfinite(x) & (x > 0)
+    return np.where(usable, np.exp2(np.round(np.log2(np.where(usable, x, 1.0)))), 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """A layer's scaling: H' = S H S / h, with the input factors S as an (N, 1) float64 core array."""
+
+    hessian_scale: float
+    input_N1: Array
+
+    def hessian(self, damped_NN: Array) -> Array:
+        """H' in the dtype of ``damped_NN``."""
+        s_N1 = cast(self.input_N1, dtype_name(damped_NN))
+        return damped_NN * (s_N1 / self.hessian_scale) * s_N1[:, 0][None, :]
+
+    def columns(self, energy_K: np.ndarray) -> ColumnScaling:
+        """Add the factors t of some columns, from the objective scale of each, (K,), in the units of the problem."""
+        factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
+        return ColumnScaling(self, _as_core(factor_K, self.input_N1)[None, :])
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnScaling:
+    """w' = S⁻¹ w / t and g' = S g / (h t); objectives shrink by h t²."""
+
+    layer: Scaling
+    column_1K: Array
+
+    def weights(self, w_NK: Array) -> Array:
+        """w, or a bound on it, to w'."""
+        return w_NK / self._factor(w_NK)
+
+    def unscale_weights(self, w_NK: Array) -> Array:
+        """w' back to w."""
+        return w_NK * self._factor(w_NK)
+
+    def linear(self, g_NK: Array) -> Array:
+        """g or a residual to g'."""
+        dtype = dtype_name(g_NK)
+        input_N1 = cast(self.layer.input_N1 / self.layer.hessian_scale, dtype)
+        return g_NK * input_N1 / cast(self.column_1K, dtype)
+
+    def objective(self, f_K: Array) -> Array:
+        """An objective (or a difference of two), (K,) float64, to the scaled problem's."""
+        return f_K / (self.layer.hessian_scale * self.column_1K[0] ** 2)
+
+    def _factor(self, like_NK: Array) -> Array:
+        dtype = dtype_name(like_NK)
+        return cast(self.layer.input_N1, dtype) * cast(self.column_1K, dtype)
+
+
+def layer_scaling(kind: str, damped_NN: Array) -> Scaling:
+    """The scaling of a layer; ``kind`` is "mean" or "jacobi"."""
+    diagonal_N = to_numpy(cast(damped_NN.diagonal(), "float64"))
+    live_N = diagonal_N > 0
+    mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() else 1.0
+    input_N = np.ones_like(diagonal_N)
+    if kind == "jacobi":
+        input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))
+    return Scaling(mean, _as_core(input_N, cast(damped_NN.diagonal(), "float64"))[:, None])
+
+
+def _as_core(x: np.ndarray, like: Array) -> Array:
+    xp = namespace(like)
+    return x if xp is np else xp.as_tensor(x, device=like.device)

@@ -1,0 +1,276 @@
+"""Which backends there are, what each can do, and whether it can run here.
+
+A backend is one module with ``prepare(system, options) -> solve_chunk`` and one record. Third parties register a record through the
+entry-point group ``qprecon.backends``; its value loads to a ``Backend``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
+from .interop import Array
+
+ENTRY_POINT_GROUP = "qprecon.backends"
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """What all columns share: the damped Hessian after normalisation, (N, N), and the ridge that it contains (same scale)."""
+
+    hessian_NN: Array
+    ridge: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some columns of a normalised problem: minimise ΔᵀHΔ − 2gᵀΔ over Δ = ŵ − w, H the system's.
+
+    Attributes:
+        weights_NK: dense weights w.
+        mask_NK: bool, True = kept; ŵ is 0 elsewhere.
+        start_NK: ŵ to start from, feasible.
+        residual_NK: g + H(w − start), all N rows (minus half the gradient at the start).
+        start_objective_K: f at the start, ΔᵀHΔ − 2gᵀΔ, float64; about 1 for the masked weights.
+        improved_K: what was gained on f before this start, float64; zeros on a first call.
+        linear_NK: g, or None for zero.
+        lower_NK, upper_NK: bounds on kept ŵ, or None.
+        tolerance: relative gap wanted: f − f* ≤ tolerance · f* without g, tolerance · (gain since the first start) with it.
+        max_iterations: None for the backend's default.
+        deadline: ``time.monotonic()`` seconds, or None.
+    """
+
+    weights_NK: Array
+    mask_NK: Array
+    start_NK: Array
+    residual_NK: Array
+    start_objective_K: Array
+    improved_K: Array
+    linear_NK: Array | None = None
+    lower_NK: Array | None = None
+    upper_NK: Array | None = None
+    tolerance: float = 1e-4
+    max_iterations: int | None = None
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RawColumns:
+    """A backend's answer: ŵ (N, K); a status word for all columns or one each ("iteration_limit" and "time_limit" are
+    understood, any other is only passed on); iterations likewise; extras such as {"compile_seconds": …}, which go to provenance.
+    """
+
+    weights_NK: Array
+    reported_status: str | np.ndarray = "solved"
+    iterations: int | np.ndarray = 0
+    extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class SolveChunk(Protocol):
+    """What ``prepare`` returns."""
+
+    def __call__(self, chunk: Chunk) -> RawColumns: ...
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; the core refuses the rest, naming the backends that can.
+
+    Attributes:
+        bounds: general lower ≤ ŵ ≤ upper on kept entries, beside the fixed zeros.
+        linear: an explicit rhs.
+        libraries: array libraries it computes in; the core converts to the first unless the data is already in another of them.
+        devices: device types.
+        dtypes: floating dtypes, the default last resort first.
+        form: "box" (bounds fix the pruned entries), "reduced" (they are eliminated) or "masked" (an operator).
+        scaling: "mean" (H divided by its mean diagonal) or "jacobi" (unit diagonal).
+        exact: a direct method, whose accuracy is that of the dtype.
+        warm_start: makes use of ``Chunk.start_NK``, so that a second call continues the first.
+    """
+
+    bounds: bool = False
+    linear: bool = True
+    libraries: tuple[str, ...] = ("numpy",)
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[str, ...] = ("float32", "float64")
+    form: str = "box"
+    scaling: str = "jacobi"
+    exact: bool = False
+    warm_start: bool = False
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The record of a backend.
+
+    Attributes:
+        name: what ``solve(backend=…)`` takes.
+        target: "module" holding ``prepare(system, options)``; optionally ``Options`` (a dataclass; fields = the backend's own options)
+            and ``bytes_per_column(n_inputs, itemsize, options)``.
+        summary: one line.
+        requires: modules that must be importable.
+        extra: the pip extra of qprecon that brings them; "" if none is needed.
+        capabilities: see there.
+    """
+
+    name: str
+    target: str
+    summary: str
+    requires: tuple[str, ...] = ()
+    extra: str = ""
+    capabilities: Capabilities = Capabilities()
+
+    @property
+    def installed(self) -> bool:
+        """Whether every required module can be found (nothing is imported)."""
+        return not self.missing()
+
+    def missing(self) -> list[str]:
+        """Required modules that cannot be found."""
+        return [name for name in self.requires if importlib.util.find_spec(name) is None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A backend ready to run: its record, functions and checked options."""
+
+    record: Backend
+    prepare: Callable[[System, Any], SolveChunk]
+    options: Any
+    bytes_per_column: Callable[[int, int, Any], float]
+
+
+_CORE = ("numpy", "torch")
+BUILT_IN = (
+    Backend(
+        "cholesky",
+        "qprecon.backends.cholesky",
+        "exact: a Cholesky factor of each column's own kept block",
+        capabilities=Capabilities(
+            libraries=_CORE, devices=("cpu", "cuda"), form="reduced", scaling="jacobi", exact=True
+        ),
+    ),
+    Backend(
+        "pcg",
+        "qprecon.backends.pcg",
+        "preconditioned conjugate gradients on all columns at once; the fast one",
+        capabilities=Capabilities(
+            libraries=_CORE, devices=("cpu", "cuda"), form="masked", scaling="mean", warm_start=True
+        ),
+    ),
+    Backend(
+        "admm",
+        "qprecon.backends.admm",
+        "ADMM with one inverse shared by all columns",
+        capabilities=Capabilities(bounds=True, libraries=_CORE, devices=("cpu", "cuda"), warm_start=True),
+    ),
+    Backend(
+        "adam",
+        "qprecon.backends.adam",
+        "Adam over a grid of learning rates, as the paper compares it; a reference",
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), form="masked", warm_start=True),
+    ),
+    Backend(
+        "mpax",
+        "qprecon.backends.mpax",
+        "rAPDHG, the paper's solver, through MPAX on JAX",
+        requires=("jax", "mpax"),
+        extra="mpax",
+        capabilities=Capabilities(bounds=True, libraries=("jax",), devices=("cpu", "cuda", "tpu"), warm_start=True),
+    ),
+    Backend(
+        "osqp",
+        "qprecon.backends.osqp",
+        "OSQP, one set-up a layer; a reference for general bounds",
+        requires=("osqp",),
+        extra="osqp",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
+        "cvxpy",
+        "qprecon.backends.cvxpy",
+        "any QP solver that cvxpy has installed; a reference",
+        requires=("cvxpy",),
+        extra="cvxpy",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",)),
+    ),
+)
+
+
+def backends() -> dict[str, Backend]:
+    """Records by name: the built-in ones and those of installed entry points. A third party cannot replace a built-in name."""
+    found = {record.name: record for record in BUILT_IN}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name in found:
+            raise ValueError(f"entry point {entry.value!r} registers backend {entry.name!r}, which exists already")
+        try:
+            record = entry.load()
+        except Exception as error:
+            raise BackendBrokenError(f"backend {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
+        if not isinstance(record, Backend) or record.name != entry.name:
+            raise BackendBrokenError(f"entry point {entry.name!r} ({entry.value}) is not a qprecon Backend of that name")
+        found[record.name] = record
+    return found
+
+
+def available_backends() -> dict[str, dict[str, Any]]:
+    """What there is: name -> installed, summary, extra (the pip extra that brings it), missing modules and capabilities."""
+    return {
+        name: {
+            "installed": record.installed,
+            "summary": record.summary,
+            "extra": record.extra,
+            "missing": record.missing(),
+            "capabilities": dataclasses.asdict(record.capabilities),
+        }
+        for name, record in backends().items()
+    }
+
+
+def find(name: str) -> Backend:
+    """The record called ``name``.
+
+    Raises:
+        UnknownBackendError: no such backend; the message names the nearest.
+    """
+    known = backends()
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
+    return known[name]
+
+
+def load(record: Backend, options: dict[str, Any]) -> Loaded:
+    """Import a backend and check its own options.
+
+    Raises:
+        BackendNotInstalledError: a required package is missing.
+        BackendBrokenError: it is there but fails to import.
+        ValueError: an unknown option, or a value that its ``Options`` refuses.
+    """
+    if missing := record.missing():
+        extra = f"pip install 'qprecon[{record.extra}]'" if record.extra else f"pip install {' '.join(missing)}"
+        raise BackendNotInstalledError(f"backend {record.name!r} needs {', '.join(missing)}: {extra}")
+    try:
+        module = importlib.import_module(record.target)
+    except Exception as error:
+        raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
+    kind = getattr(module, "Options", None)
+    fields = [f.name for f in dataclasses.fields(kind)] if kind else []
+    for name in options:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"backend {record.name!r} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
+    per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
+    return Loaded(record, module.prepare, kind(**options) if kind else None, per_column)

@@ -1,0 +1,116 @@
+"""What ``solve`` returns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .errors import NotOptimalError
+from .interop import Array
+from .status import Status
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Wall-clock seconds: set-up (normalisation, the backend's shared work), compilation, solving, and the audit."""
+
+    setup: float = 0.0
+    compile: float = 0.0
+    solve: float = 0.0
+    audit: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum of the four."""
+        return self.setup + self.compile + self.solve + self.audit
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How the answer came about: enough to repeat it."""
+
+    backend: str
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    options: dict[str, Any]
+    automatic: dict[str, Any] = field(default_factory=dict)
+    """What was chosen automatically, and by what rule."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution:
+    """The answer to a ``ColumnQP``, audited.
+
+    Attributes:
+        weights: ŵ, (N, K), of the caller's array kind, on the caller's device; exactly 0 where pruned.
+        status: (K,) object array of ``Status``, set by the audit.
+        reported_status: (K,) object array of strings: what the backend said of itself. Not evidence.
+        iterations: (K,) int64; 0 for direct methods.
+        objective: (K,) float64, f(ŵ) of the damped problem (ŵ − w)ᵀ(H + λI)(ŵ − w), or with an explicit rhs
+            ŵᵀHŵ − 2rhsᵀŵ + λ‖ŵ − w‖². All figures are float64 numpy arrays in the units of H and W as given.
+        baseline_objective: (K,) the same of the start: the masked weights, clipped to the bounds.
+        stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start): dimensionless.
+        violation: (K,) largest distance from the bounds and the mask, in units of W.
+        gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound. Inf where nothing can be certified.
+        relative_gap: (K,) gap_bound / max(f − gap_bound, FLOOR · f_start); for an explicit rhs relative to f_start − f. See ``qprecon.audit``.
+        fell_back: (K,) bool: the backend's answer was worse than the start or not finite, and the start is returned.
+        tol: the relative gap that was asked for.
+        timing, provenance: see their classes.
+    """
+
+    weights: Array
+    status: np.ndarray
+    reported_status: np.ndarray
+    iterations: np.ndarray
+    objective: np.ndarray
+    baseline_objective: np.ndarray
+    stationarity: np.ndarray
+    violation: np.ndarray
+    gap_bound: np.ndarray
+    relative_gap: np.ndarray
+    fell_back: np.ndarray
+    tol: float
+    timing: Timing
+    provenance: Provenance
+
+    @property
+    def optimal(self) -> np.ndarray:
+        """(K,) bool: certified to ``tol``."""
+        return self.relative_gap <= self.tol
+
+    def counts(self) -> dict[Status, int]:
+        """Number of columns in each status that occurs."""
+        return dict(Counter(self.status.tolist()))
+
+    def summary(self) -> str:
+        """The outcome in words, a line a fact."""
+        k = len(self.status)
+        lines = [f"{int(self.optimal.sum())} of {k} columns certified optimal to {self.tol:g} by '{self.provenance.backend}'"]
+        if k:
+            worst = int(np.argmax(self.relative_gap))
+            lines.append(f"largest certified relative gap {self.relative_gap[worst]:.2e} (column {worst})")
+            start, end = float(self.baseline_objective.sum()), float(self.objective.sum())
+            if start > 0:
+                lines.append(f"objective {start:.4g} -> {end:.4g} ({end / start:.3f} of the masked weights')")
+        for status, count in self.counts().items():
+            if status is not Status.OPTIMAL:
+                lines.append(f"{count} {status.name}: {status.value}")
+        t = self.timing
+        lines.append(
+            f"{t.total:.3g} s: set-up {t.setup:.3g}, compile {t.compile:.3g}, solve {t.solve:.3g}, audit {t.audit:.3g}; "
+            f"{self.provenance.dtype} on {self.provenance.device}"
+        )
+        return "\n".join(lines)
+
+    def raise_for_status(self) -> Solution:
+        """Return self, or raise ``NotOptimalError`` if a column is not certified to ``tol``."""
+        if not self.optimal.all():
+            raise NotOptimalError(self.summary())
+        return self
+
+    def __repr__(self) -> str:
+        return f"Solution: {self.summary()}"
