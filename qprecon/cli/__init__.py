@@ -49,7 +49,7 @@ def _is_bad_input(error: Exception) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qprecon", description=qprecon.__doc__)
+    parser = argparse.ArgumentParser(prog="qprecon", description=qprecon.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"qprecon {qprecon.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _SUBCOMMANDS:

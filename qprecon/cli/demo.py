@@ -25,9 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the experiment and print its table."""
     from qprecon.demo.experiment import run_demo
 
-    result = run_demo(
-        model=arguments.model, out=arguments.out, cache=arguments.cache, progress=not arguments.quiet
-    )
+    result = run_demo(model=arguments.model, out=arguments.out, cache=arguments.cache, progress=not arguments.quiet)
     print(result)
     if arguments.json:
         result.write_json(arguments.json)

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
-    from qprecon.llm.evaluation import perplexity
+    from qprecon.llm import perplexity
     from qprecon.llm.texts import load_texts
 
     result = perplexity(

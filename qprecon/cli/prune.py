@@ -60,7 +60,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
-    from qprecon.llm.pipeline import prune_model
+    from qprecon.llm import prune_model
     from qprecon.llm.texts import load_texts
 
     report = prune_model(

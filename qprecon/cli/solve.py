@@ -7,9 +7,7 @@ from pathlib import Path
 
 _REQUIRED = ("H", "W", "mask")
 _OPTIONAL = ("rhs", "lower", "upper")
-_SAVED = (
-    "weights iterations objective baseline_objective stationarity violation gap_bound relative_gap fell_back".split()
-)
+_SAVED = "weights iterations objective baseline_objective stationarity violation gap_bound relative_gap fell_back".split()
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

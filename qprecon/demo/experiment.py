@@ -120,9 +120,7 @@ def run_demo(
 
     def evaluate(key: str, evaluated: Any) -> None:
         with _timed(seconds, f"evaluate, {key}"):
-            measured[key] = perplexity(
-                evaluated, held_out, seqlen=seqlen, device=target, text_name=TEXT, progress=progress
-            )
+            measured[key] = perplexity(evaluated, held_out, seqlen=seqlen, device=target, text_name=TEXT, progress=progress)
 
     common = dict(
         sparsity=SPARSITY, mask="wanda", tokenizer=tokenizer, nsamples=calibration_windows, seqlen=seqlen, seed=SEED,

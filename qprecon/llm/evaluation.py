@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .loading import as_dtype, load_causal_lm
+from .progress import progress_bar
 from .windows import DEFAULT_SEQLEN, TokenWindows, cut_windows
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
@@ -123,43 +124,42 @@ def _check_windows(model: Any, cut: TokenWindows, tokens: torch.Tensor) -> None:
     """Refuse what would fail late, or deep inside a GPU kernel."""
     seqlen = tokens.shape[1]
     if tokens.shape[0] == 0:
-        raise ValueError(
-            f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen."
-        )
+        raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < seqlen:
-        raise ValueError(
-            f"windows of {seqlen:,} tokens, but the model has {positions:,} positions: use seqlen={positions}"
-        )
+        raise ValueError(f"windows of {seqlen:,} tokens, but the model has {positions:,} positions: use seqlen={positions}")
     vocabulary = model.get_input_embeddings().num_embeddings
     if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
         bad = int(tokens.max()) if int(tokens.max()) >= vocabulary else int(tokens.min())
-        raise ValueError(
-            f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?"
-        )
+        raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?")
 
 
 @torch.inference_mode()
-def _total_nll(
-    model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool
-) -> float:
+def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool) -> float:
     device = model.get_input_embeddings().weight.device
     training = model.training
     model.eval()
     total = 0.0
     try:
-        for index, batch in enumerate(_tracked(tokens.split(batch_size), progress)):
-            batch = batch.to(device)
-            with torch.autocast(device.type, autocast) if autocast else nullcontext():
-                logits = model(input_ids=batch, use_cache=False).logits
-            nll = _batch_nll(logits, batch)
-            if math.isnan(nll):
-                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
-            total += nll
+        with progress_bar(len(tokens), progress) as step:
+            step("perplexity", 0)
+            for index, batch in enumerate(tokens.split(batch_size)):
+                nll = _forward_nll(model, batch.to(device), autocast)
+                if math.isnan(nll):
+                    raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
+                total += nll
+                step("perplexity", len(batch))
     finally:
         model.train(training)
     return total
+
+
+def _forward_nll(model: Any, batch: torch.Tensor, autocast: torch.dtype | None) -> float:
+    """Its own function so that one batch's logits are gone before the next one's are made."""
+    with torch.autocast(batch.device.type, autocast) if autocast else nullcontext():
+        logits = model(input_ids=batch, use_cache=False).logits
+    return _batch_nll(logits, batch)
 
 
 def _batch_nll(logits_BLV: torch.Tensor, tokens_BL: torch.Tensor) -> float:
@@ -189,12 +189,3 @@ def _name(source: Any) -> str:
     if isinstance(source, torch.Tensor) or any(isinstance(item, torch.Tensor) for item in source):
         return "the given tokens"
     return "the given text"
-
-
-def _tracked(batches: tuple, progress: bool):
-    if not progress:
-        return batches
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(batches, description="perplexity", console=Console(stderr=True))

@@ -95,9 +95,7 @@ def test_documents_are_joined_with_a_blank_line(model):
 
 
 def test_max_windows_takes_the_first(model):
-    assert float(perplexity(model, TOKENS, seqlen=10, max_windows=2)) == float(
-        perplexity(model, TOKENS[:20], seqlen=10)
-    )
+    assert float(perplexity(model, TOKENS, seqlen=10, max_windows=2)) == float(perplexity(model, TOKENS[:20], seqlen=10))
 
 
 def test_autocast_runs_the_forward_pass_in_half_precision(model):
