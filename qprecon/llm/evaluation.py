@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .loading import as_dtype, load_causal_lm
+from .progress import progress_bar
 from .windows import DEFAULT_SEQLEN, TokenWindows, cut_windows
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
@@ -141,17 +142,24 @@ def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torc
     model.eval()
     total = 0.0
     try:
-        for index, batch in enumerate(_tracked(tokens.split(batch_size), progress)):
-            batch = batch.to(device)
-            with torch.autocast(device.type, autocast) if autocast else nullcontext():
-                logits = model(input_ids=batch, use_cache=False).logits
-            nll = _batch_nll(logits, batch)
-            if math.isnan(nll):
-                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
-            total += nll
+        with progress_bar(len(tokens), progress) as step:
+            step("perplexity", 0)
+            for index, batch in enumerate(tokens.split(batch_size)):
+                nll = _forward_nll(model, batch.to(device), autocast)
+                if math.isnan(nll):
+                    raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
+                total += nll
+                step("perplexity", len(batch))
     finally:
         model.train(training)
     return total
+
+
+def _forward_nll(model: Any, batch: torch.Tensor, autocast: torch.dtype | None) -> float:
+    """Its own function so that one batch's logits are gone before the next one's are made."""
+    with torch.autocast(batch.device.type, autocast) if autocast else nullcontext():
+        logits = model(input_ids=batch, use_cache=False).logits
+    return _batch_nll(logits, batch)
 
 
 def _batch_nll(logits_BLV: torch.Tensor, tokens_BL: torch.Tensor) -> float:
@@ -181,12 +189,3 @@ def _name(source: Any) -> str:
     if isinstance(source, torch.Tensor) or any(isinstance(item, torch.Tensor) for item in source):
         return "the given tokens"
     return "the given text"
-
-
-def _tracked(batches: tuple, progress: bool):
-    if not progress:
-        return batches
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(batches, description="perplexity", console=Console(stderr=True))
