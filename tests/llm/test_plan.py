@@ -111,6 +111,10 @@ class Untouched:
         (dict(backend="cholesky", solve_options={"rank": 3}), ValueError, "no option 'rank'"),
         (dict(mask_options={"grouping": 1}), ValueError, "mask 'wanda'.*grouping"),
         (dict(mask_options={"group": "rows"}), ValueError, "group must be one of"),
+        (dict(mask="given"), ValueError, "mask 'given' needs mask_options"),
+        (dict(mask="given", mask_options={"masks": {Q0: torch.ones(32, 32)}}), ValueError, "no mask is given for layer"),
+        (dict(mask="proxsparse"), ValueError, "mask 'proxsparse' makes 2:4 only, not 50%"),
+        (dict(mask="proxsparse", pattern="2:4", mask_options={"lamda": 1}), ValueError, "mask 'proxsparse'.*lamda"),
         (dict(sparsity=1.5), ValueError, r"sparsity must lie in \[0, 1\]"),
         (dict(damping=-1.0), ValueError, "damping"),
         (dict(pattern="3:5"), ValueError, "layers.0.self_attn.q_proj"),
@@ -123,6 +127,14 @@ def test_bad_arguments_are_refused_before_calibration(arguments, error, message)
     with pytest.raises(error, match=message):
         prune_model(model, Untouched(), progress=False, **arguments)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_masks_of_another_shape_and_experts_that_cannot_be_learned():
+    masks = {Q0: torch.ones(32, 31)}
+    with pytest.raises(ValueError, match=r"q_proj': the given mask has shape \(32, 31\)"):
+        prune_model(build("llama"), Untouched(), mask="given", mask_options={"masks": masks}, targets=Q0, progress=False)
+    with pytest.raises(ValueError, match=r"fused experts such as model\.layers\.0\.mlp\.experts\.0\."):
+        prune_model(build("mixtral"), Untouched(), mask="proxsparse", pattern="2:4", progress=False)
 
 
 def test_nm_that_does_not_divide_names_the_layer():
