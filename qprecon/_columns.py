@@ -148,14 +148,14 @@ def _solve_chunk(setup: Setup, limits: Limits, warm_NK: Array | None, columns: A
 def _start(setup: Setup, warm_NK: Array | None, columns: Any) -> _Start:
     problem = setup.problem
     masked_NK = problem.clip(cast(problem.weights_NK[:, columns], setup.dtype), columns)
-    figures = audit(problem, setup.cert, masked_NK, columns)
+    figures = audit(problem, setup.cert, masked_NK, columns, certify=False)
     baseline_K = figures.objective.copy()
     energy_K = _energy(setup, masked_NK, figures, columns)
     if warm_NK is None:
         return _Start(masked_NK, figures, baseline_K, energy_K)
     xp = namespace(masked_NK)
     warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
-    warm_figures = audit(problem, setup.cert, warm_chunk_NK, columns)
+    warm_figures = audit(problem, setup.cert, warm_chunk_NK, columns, certify=False)
     with np.errstate(invalid="ignore"):
         better_K = warm_figures.objective < figures.objective
     weights_NK = xp.where(_like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
