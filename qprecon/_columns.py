@@ -249,7 +249,7 @@ def _worth_another(
     setup: Setup, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: registry.RawColumns, round_: int
 ) -> bool:
     """Another round helps only a backend that continues, was not stopped by a limit, and still makes progress."""
-    if not setup.loaded.record.capabilities.warm_start:
+    if not setup.loaded.capabilities.warm_start:
         return False
     if np.isin(np.asarray(raw.reported_status, dtype=object), list(_LIMITS)).all():
         return False

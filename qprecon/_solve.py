@@ -86,11 +86,11 @@ def solve(
 def _set_up(problem: ColumnQP, loaded: registry.Loaded, dtype: str) -> _columns.Setup:
     cert = certificate(problem)
     damped_NN = cast(cert.damped_NN, dtype)
-    capabilities = loaded.record.capabilities
+    capabilities = loaded.capabilities
     scaling = layer_scaling(capabilities.scaling, damped_NN)
     own = problem.place.library
     library = own if own in capabilities.libraries else capabilities.libraries[0]
-    ridge = problem.ridge / scaling.hessian_scale if capabilities.scaling == "mean" else 0.0
+    ridge = problem.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
     system = registry.System(to_library(scaling.hessian(damped_NN), library), ridge)
     try:
         solve_chunk = loaded.prepare(system, loaded.options)

@@ -26,9 +26,9 @@ class Place:
     @property
     def library(self) -> str:
         """The library that the core computes in for arrays of this place."""
-        if self.kind == "jax" and getattr(self.device, "platform", "cpu") == "cpu":
-            return "numpy"
-        return "torch" if self.kind == "jax" else self.kind
+        if self.kind == "jax":
+            return "torch" if self.device_type == "cuda" else "numpy"  # torch reaches no TPU: the core works on the host then
+        return self.kind
 
     @property
     def device_type(self) -> str:
@@ -102,9 +102,11 @@ def to_library(x: Array, library: str) -> Array:
         return torch.as_tensor(x)
     import jax
 
-    if kind_of(x) == "torch" and x.device.type == "cuda":
-        return jax.dlpack.from_dlpack(x.contiguous())
-    return jax.numpy.asarray(to_numpy(x))
+    enable_x64 = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64
+    with enable_x64(dtype_name(x) == "float64" or bool(jax.config.jax_enable_x64)):  # without it jax would round float64 to float32
+        if kind_of(x) == "torch" and x.device.type == "cuda":
+            return jax.dlpack.from_dlpack(x.contiguous())
+        return jax.numpy.asarray(to_numpy(x))
 
 
 def back_to(x: Any, like: Array) -> Array:
