@@ -277,7 +277,7 @@ def _store(
     for word, member in _LIMITS.items():
         status[reported == word] = member
     if setup.cert.factor_NN is None:
-        status[(status == Status.INACCURATE) & (figures.gap_bound >= figures.objective)] = Status.UNCERTIFIED
+        status[(status == Status.INACCURATE) & ~(figures.gap_bound < figures.objective)] = Status.UNCERTIFIED
     status[fell_K] = Status.FELL_BACK
     status[gap_K <= limits.tol] = Status.OPTIMAL
     out.weights_NK[:, columns] = weights_NK

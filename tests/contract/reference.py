@@ -104,6 +104,7 @@ def solve(problem: Problem) -> Truth:
         w_I = problem.weights_NK[free_I, j]
         limits = (lower_NK[free_I, j] - w_I, upper_NK[free_I, j] - w_I)
         out_NK[free_I, j] = w_I + (_bounded(block_II, right_I, *limits) if problem.has_bounds else _unbounded(block_II, right_I))
+    out_NK = np.clip(out_NK, lower_NK, upper_NK)
     optimum_K = np.where(bounded_K, objective(problem, out_NK), -np.inf)
     return Truth(out_NK, optimum_K, energy(problem), bounded_K, _semidefinite(a_NN))
 
