@@ -166,7 +166,7 @@ def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.
     """What a column's objective is measured in: f(start), or with an explicit rhs, where f has no zero, ΔᵀAΔ + 2|gᵀΔ| or a Jacobi step's gain."""
     problem = setup.problem
     if problem.rhs_NK is None:
-        return figures.objective
+        return figures.objective.copy()  # the figures are updated in place
     back_NK = cast(problem.weights_NK[:, columns], "float64") - cast(masked_NK, "float64")
     g_NK = problem.linear("float64", columns)
     quadratic_K = column_dots(back_NK, figures.rho_NK - g_NK)
