@@ -201,6 +201,9 @@ def _per_column_term(cert: Certificate, free_NK: Array, noise_K: Array, mask_NK:
             break
         block_II = a_NN[np.ix_(index_I, index_I)]
         live_I = block_II.diagonal() > 0  # dead inputs have zero rows: they cost and gain nothing
+        if (s_NK[index_I[~live_I], j] != 0).any():  # unless an explicit rhs pulls at one: unbounded
+            out_K[j] = np.inf
+            continue
         out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], noise[j])
     if kind_of(free_NK) == "torch":
         return namespace(free_NK).as_tensor(out_K, device=free_NK.device)
