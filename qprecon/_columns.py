@@ -15,6 +15,7 @@ import numpy as np
 
 from . import registry
 from .audit import Audit, Certificate, audit, relative_gap
+from .errors import BackendBrokenError
 from .interop import Array, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
 from .linalg import column_dots
 from .normalise import ColumnScaling, Scaling
@@ -200,7 +201,7 @@ def _run(
     g_NK = problem.linear(setup.dtype, wanted)
     chunk = registry.Chunk(
         weights_NK=scaled(problem.weights_NK),
-        mask_NK=lib(problem.mask_NK[:, wanted]),
+        mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
         start_NK=lib(scale.weights(weights_NK[:, some])),
         residual_NK=lib(scale.linear(cast(figures.rho_NK[:, some], setup.dtype))),
         start_objective_K=lib(_scaled_objective(setup, scale, figures, local, wanted)),
@@ -213,6 +214,11 @@ def _run(
         deadline=limits.deadline,
     )
     raw = setup.solve_chunk(chunk)
+    if tuple(raw.weights_NK.shape) != tuple(chunk.start_NK.shape):
+        raise BackendBrokenError(
+            f"backend {setup.loaded.record.name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, "
+            f"not {tuple(chunk.start_NK.shape)}"
+        )
     answer_NK = scale.unscale_weights(back_to(raw.weights_NK, weights_NK))
     return raw, problem.clip(answer_NK, wanted)
 
