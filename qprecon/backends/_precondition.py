@@ -12,6 +12,7 @@ with itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -36,20 +37,13 @@ class Preconditioner:
     scaled_factor_Nr: Array | None  # D⁻¹F
     inner_Krr: Array | None  # K_j
 
-    def apply(self, residual_NK: Array, mask_NK: Array) -> Array:
-        """z = C_II⁻¹ r; ``residual_NK`` is zero on pruned entries, ``mask_NK`` is in its dtype."""
-        z_NK = residual_NK * self.inverse_diagonal_N1
+    def __call__(self, residual_NK: Array, ops: Any) -> tuple[Array, Array]:
+        """z = C_II⁻¹ r and rᵀz of each column; ``residual_NK`` is zero on pruned entries, ``ops`` are ``_vectors``' operations."""
         if self.scaled_factor_Nr is None:
-            return z_NK
+            return ops.precondition(residual_NK, None, self.inverse_diagonal_N1)
         v_rK = self.scaled_factor_Nr.T @ residual_NK
         y_rK = (self.inner_Krr @ v_rK.T[:, :, None])[:, :, 0].T
-        z_NK -= (self.scaled_factor_Nr @ y_rK) * mask_NK
-        return z_NK
-
-    def take(self, columns: Array) -> Preconditioner:
-        """The same for some of the columns."""
-        inner = None if self.inner_Krr is None else self.inner_Krr[columns]
-        return Preconditioner(self.inverse_diagonal_N1, self.scaled_factor_Nr, inner)
+        return ops.precondition(residual_NK, self.scaled_factor_Nr @ y_rK, self.inverse_diagonal_N1)
 
 
 def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
@@ -86,7 +80,8 @@ def jacobi(hessian_NN: Array) -> Preconditioner:
 
 
 def for_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:
-    """The preconditioner of columns with these masks ((N, K) in the floating dtype)."""
+    """The preconditioner of columns with these masks, (N, K) bool."""
+    mask_NK = cast(mask_NK, dtype_name(shared.factor_Nr))
     inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
     root_Nr = shared.factor_Nr * inverse_N1**0.5
     return Preconditioner(inverse_N1, shared.factor_Nr * inverse_N1, _inner(root_Nr, mask_NK))

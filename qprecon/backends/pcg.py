@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ..interop import Array, cast, dtype_name, kind_of, namespace, to_numpy
-from ..linalg import column_dots
+from ..interop import Array, cast, namespace, to_numpy
 from ..registry import Chunk, RawColumns, SolveChunk, System
 from . import _precondition as precondition
+from ._product import chosen_precision, product
+from ._vectors import vectors
 
 _CHECK_EVERY = 3  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
@@ -29,15 +30,19 @@ class Options:
         preconditioner: "dc" (low rank plus diagonal), "jacobi", or "auto": dc from 256 inputs on.
         rank: r of dc; None chooses it from N.
         power_steps: subspace iterations of its sketch.
+        precision: "full", "bf16" (H = FFᵀ + E with E·P in bfloat16; float32 data on CUDA), or "auto".
     """
 
     preconditioner: str = "auto"
     rank: int | None = None
     power_steps: int = 1
+    precision: str = "auto"
 
     def __post_init__(self) -> None:
         if self.preconditioner not in ("auto", "dc", "jacobi"):
             raise ValueError(f"preconditioner must be 'auto', 'dc' or 'jacobi', got {self.preconditioner!r}")
+        if self.precision not in ("auto", "full", "bf16"):
+            raise ValueError(f"precision must be 'auto', 'full' or 'bf16', got {self.precision!r}")
         if self.rank is not None and not self.rank >= 1:
             raise ValueError(f"rank must be at least 1, got {self.rank!r}")
         if not self.power_steps >= 0:
@@ -60,30 +65,34 @@ def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:
 
 
 def prepare(system: System, options: Options) -> SolveChunk:
-    """Sketch H once a layer."""
+    """Sketch H and choose the product once a layer."""
     rank = chosen_rank(system.hessian_NN.shape[0], options)
     shared = precondition.low_rank(system.hessian_NN, system.ridge, rank, options.power_steps) if rank else None
-    return lambda chunk: _solve(system.hessian_NN, shared, chunk)
+    factor_Nr = None if shared is None else shared.factor_Nr
+    precision = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
+    multiply = product(system.hessian_NN, factor_Nr, precision)
+    extras = {"preconditioner": f"dc, rank {rank}" if rank else "jacobi", "precision": precision}
+    return lambda chunk: _solve(system.hessian_NN, shared, multiply, chunk, extras)
 
 
-def _solve(hessian_NN: Array, shared: precondition.LowRank | None, chunk: Chunk) -> RawColumns:
-    mask_NK = cast(chunk.mask_NK, dtype_name(hessian_NN))
-    apply = precondition.for_columns(shared, mask_NK) if shared else precondition.jacobi(hessian_NN)
-    state = _State.begin(chunk, mask_NK, apply)
+def _solve(
+    hessian_NN: Array, shared: precondition.LowRank | None, multiply: Any, chunk: Chunk, extras: dict[str, Any]
+) -> RawColumns:
+    ops = vectors(chunk.residual_NK, chunk.mask_NK)
+    apply = precondition.for_columns(shared, chunk.mask_NK) if shared else precondition.jacobi(hessian_NN)
+    state = _State.begin(chunk, ops, apply)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     for iteration in range(1, limit + 1):
-        state.step(hessian_NN)
+        state.step(multiply)
         if iteration % _CHECK_EVERY and iteration != limit:
             continue
         if not state.freeze_finished():
-            status = "converged"
             break
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
     words = np.where(to_numpy(state.active_K), status, "converged").astype(object)
-    extras = {"preconditioner": "jacobi" if shared is None else f"dc, rank {shared.factor_Nr.shape[1]}"}
-    return RawColumns(chunk.start_NK + state.x_NK, words, to_numpy(state.iterations_K), extras)
+    return RawColumns(chunk.start_NK + state.x_NK, words, to_numpy(state.iterations_K), dict(extras))
 
 
 @dataclass(eq=False)
@@ -91,7 +100,7 @@ class _State:
     """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries."""
 
     chunk: Chunk
-    mask_NK: Array
+    ops: Any
     precondition: precondition.Preconditioner
     x_NK: Array
     r_NK: Array
@@ -102,36 +111,26 @@ class _State:
     iterations_K: Array
 
     @staticmethod
-    def begin(chunk: Chunk, mask_NK: Array, apply: precondition.Preconditioner) -> _State:
-        r_NK = chunk.residual_NK * mask_NK
-        z_NK = apply.apply(r_NK, mask_NK)
-        rz_K = column_dots(r_NK, z_NK)
+    def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
+        xp = namespace(chunk.residual_NK)
+        r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
+        z_NK, rz_K = apply(r_NK, ops)
         active_K = rz_K > 0
-        xp = namespace(r_NK)
-        zeros = xp.zeros_like(r_NK)
-        return _State(
-            chunk, mask_NK, apply, zeros, r_NK, z_NK, rz_K, cast(chunk.start_objective_K, "float64"), active_K,
-            cast(active_K, "int64") * 0,
-        )  # fmt: skip
+        objective_K, none_K = cast(chunk.start_objective_K, "float64"), cast(active_K, "int64") * 0
+        p_NK = z_NK.copy() if xp is np else z_NK.clone()
+        return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, rz_K, objective_K, active_K, none_K)
 
-    def step(self, hessian_NN: Array) -> None:
+    def step(self, multiply: Any) -> None:
         """One iteration of every active column; a finished column's step is zero."""
-        xp = namespace(self.r_NK)
-        q_NK = hessian_NN @ self.p_NK
-        q_NK *= self.mask_NK
-        curvature_K = column_dots(self.p_NK, q_NK)
+        q_NK = multiply(self.p_NK, self.ops)
+        curvature_K = self.ops.curvature(self.p_NK, q_NK)
         usable_K = self.active_K & (curvature_K > 0)
-        zero_K = xp.zeros_like(curvature_K)
-        alpha_K = xp.where(usable_K, self.rz_K / xp.where(usable_K, curvature_K, curvature_K * 0 + 1), zero_K)
-        _add_scaled(self.x_NK, self.p_NK, alpha_K)
-        _add_scaled(self.r_NK, q_NK, -alpha_K)
-        self.objective_K = self.objective_K - cast(alpha_K * self.rz_K, "float64")
-        self.iterations_K = self.iterations_K + cast(usable_K, "int64")
-        z_NK = self.precondition.apply(self.r_NK, self.mask_NK)
-        rz_K = column_dots(self.r_NK, z_NK)
-        beta_K = xp.where(usable_K, rz_K / xp.where(usable_K, self.rz_K, rz_K * 0 + 1), zero_K)
-        self.p_NK *= beta_K[None, :]
-        self.p_NK += z_NK
+        alpha_K = _ratio(self.rz_K, curvature_K, usable_K)
+        self.ops.advance(self.x_NK, self.r_NK, self.p_NK, q_NK, alpha_K)
+        self.objective_K = self.objective_K - alpha_K * self.rz_K
+        self.iterations_K = self.iterations_K + usable_K
+        z_NK, rz_K = self.precondition(self.r_NK, self.ops)
+        self.ops.turn(self.p_NK, z_NK, _ratio(rz_K, self.rz_K, usable_K))
         self.rz_K = rz_K
         self.active_K = usable_K & (rz_K > 0)
 
@@ -148,9 +147,7 @@ class _State:
         return bool(self.active_K.any())
 
 
-def _add_scaled(x_NK: Array, y_NK: Array, scale_K: Array) -> None:
-    """x += y·scale in place."""
-    if kind_of(x_NK) == "torch":
-        x_NK.addcmul_(y_NK, scale_K[None, :])
-    else:
-        x_NK += y_NK * scale_K[None, :]
+def _ratio(a_K: Array, b_K: Array, usable_K: Array) -> Array:
+    """a / b where usable, else 0."""
+    xp = namespace(a_K)
+    return xp.where(usable_K, a_K / xp.where(usable_K, b_K, xp.ones_like(b_K)), xp.zeros_like(a_K))
