@@ -46,7 +46,7 @@ def solve(
         mask: (N, K), 1 or True = kept. Columns are independent.
         backend: a name from ``available_backends()``, or "auto".
         rhs: (N, K) right-hand side b; None means HW, which asks for W's outputs back.
-        lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only.
+        lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only. Rounded to ``dtype``.
         damping: δ ≥ 0. 0.01 is usual and makes the answer unique and certifiable.
         tol: certified relative gap that makes a column ``OPTIMAL``.
         max_iterations, time_limit: limits for the backend; seconds for the whole call.
@@ -68,6 +68,7 @@ def solve(
     _check_numbers(tol, max_iterations, time_limit, batch_size)
     problem = ColumnQP(H, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, damping=damping)
     dtype, why_dtype = automatic.choose_dtype(problem, tol, dtype)
+    problem.round_bounds(dtype)
     name, why_backend = automatic.choose_backend(problem, dtype) if backend == "auto" else (backend, None)
     loaded = registry.load(registry.find(name), backend_options)
     _check_capabilities(loaded.record, problem, dtype)

@@ -122,6 +122,12 @@ class ColumnQP:
         zero = xp.zeros((), dtype=weights_NK.dtype) if xp is np else 0.0
         return xp.where(self.mask_NK[:, columns], weights_NK, zero)
 
+    def round_bounds(self, dtype: str) -> None:
+        """Round the bounds to the dtype of the answer, so that an answer at its bound is not outside of it by rounding."""
+        for name in ("lower_NK", "upper_NK"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, cast(getattr(self, name), dtype))
+
     def _check_bounds_order(self) -> None:
         if self.lower_NK is None or self.upper_NK is None:
             return
@@ -191,9 +197,10 @@ def _check_damping(damping: Any) -> float:
 def _bound(bound: Any, place: Place, weights_NK: Array, name: str) -> Array | None:
     if bound is None:
         return None
-    bound = to_core(bound, place)
+    bound = _floating(to_core(bound, place), name)
     xp = namespace(weights_NK)
+    kind = "float64" if dtype_name(weights_NK) == "float64" else "float32"  # half precision would move the bounds
     try:
-        return xp.broadcast_to(cast(bound, dtype_name(weights_NK)), tuple(weights_NK.shape))
+        return xp.broadcast_to(cast(bound, kind), tuple(weights_NK.shape))
     except (ValueError, RuntimeError):
         raise ValueError(f"{name} of shape {tuple(bound.shape)} does not broadcast to W's {tuple(weights_NK.shape)}") from None

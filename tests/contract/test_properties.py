@@ -91,10 +91,10 @@ def test_permuting_inputs_permutes_the_answer(backend: str, problem: Problem, da
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@hypothesis.given(problem=problems(), k=st.integers(-12, 12), m=st.integers(-12, 12))
+@hypothesis.given(problem=problems(), k=st.integers(-25, 25), m=st.integers(-12, 12))
 def test_powers_of_two_scale_exactly(backend: str, dtype: str, problem: Problem, k: int, m: int) -> None:
-    """H · 4^k and W · 2^m give the same answer scaled, to the last bit: normalisation rounds nothing."""
-    h, w = 4.0**k, 2.0**m
+    """H · 2^k and W · 2^m give the same answer scaled, to the last bit: normalisation rounds nothing."""
+    h, w = 2.0**k, 2.0**m
     scaled = dataclasses.replace(
         problem,
         hessian_NN=problem.hessian_NN * h,
@@ -286,6 +286,17 @@ def test_weight_dtypes(kind: str) -> None:
     low = qprecon.solve(problem.hessian_NN.astype(np.float32), w_given, problem.mask_NK, damping=0.01)
     assert low.provenance.dtype == ("float64" if kind == "int64" else "float32")
     assert low.optimal.all()
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.3, 0.7])
+def test_float64_bounds_on_a_float32_answer(limit: float) -> None:
+    """Bounds that float32 cannot hold are rounded to it: the answer at its bound is feasible and certified."""
+    problem = dataclasses.replace(FAMILIES["well_conditioned"].build(), lower=-limit, upper=limit)
+    solution = qprecon.solve(**problem.arguments(), backend="mpax", dtype="float32", tol=1e-3)
+    assert solution.weights.dtype == np.float32
+    assert np.abs(solution.weights).max() == np.float32(limit)
+    assert (solution.violation == 0.0).all()
+    assert solution.optimal.all(), solution.summary()
 
 
 @pytest.mark.parametrize("kind", ["float16", "torch.bfloat16"])
