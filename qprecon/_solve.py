@@ -11,7 +11,7 @@ from .errors import BackendBrokenError, UnsupportedError
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
 from .linalg import exact_float32
 from .normalise import layer_scaling
-from .problem import ColumnQP
+from .problem import ColumnQP, as_number
 from .solution import Provenance, Solution, Timing
 
 
@@ -143,12 +143,12 @@ def _assemble(
 
 
 def _check_numbers(tol: float, max_iterations: int | None, time_limit: float | None, batch_size: int | None) -> None:
-    if not 0.0 < tol < 1.0:
+    if not 0.0 < as_number(tol) < 1.0:
         raise ValueError(f"tol must lie between 0 and 1, got {tol!r}")
     for name, value in (("max_iterations", max_iterations), ("batch_size", batch_size)):
-        if value is not None and (value != int(value) or value < 1):
+        if value is not None and not (as_number(value) >= 1.0 and as_number(value).is_integer()):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if time_limit is not None and not time_limit > 0.0:
+    if time_limit is not None and not as_number(time_limit) > 0.0:
         raise ValueError(f"time_limit must be positive seconds, got {time_limit!r}")
 
 

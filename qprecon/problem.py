@@ -129,6 +129,9 @@ class ColumnQP:
                 object.__setattr__(self, name, cast(getattr(self, name), dtype))
 
     def _check_bounds_order(self) -> None:
+        for name, bound_NK, limit in (("lower", self.lower_NK, np.inf), ("upper", self.upper_NK, -np.inf)):
+            if bound_NK is not None and bool(((bound_NK == limit) & self.mask_NK).any()):
+                raise ValueError(f"{name} is {limit} on a kept entry: no weight can satisfy it")
         if self.lower_NK is None or self.upper_NK is None:
             return
         crossed_NK = (self.lower_NK > self.upper_NK) & self.mask_NK
@@ -141,6 +144,14 @@ def mean_diagonal(hessian_NN: Array) -> float:
     """Mean of the diagonal in float64; 0 for an empty matrix."""
     n = hessian_NN.shape[0]
     return float(cast(hessian_NN.diagonal(), "float64").sum()) / n if n else 0.0
+
+
+def as_number(x: Any) -> float:
+    """``x`` as a float; NaN, which no check lets pass, if it is none."""
+    try:
+        return float("nan") if isinstance(x, str) else float(x)
+    except (TypeError, ValueError):
+        return float("nan")
 
 
 def check_mask(mask_NK: Array, shape: tuple[int, ...]) -> Array:
@@ -157,11 +168,11 @@ def check_mask(mask_NK: Array, shape: tuple[int, ...]) -> Array:
 
 def _floating(x: Array, name: str) -> Array:
     kind = dtype_name(x)
-    if kind.startswith("complex") or kind in ("object", "bool"):
-        raise ValueError(f"{name} must be a real floating array, got dtype {kind}")
     if kind in _FLOATS:
         return x
-    return cast(x, "float64")
+    if kind.startswith(("float", "int", "uint")):
+        return cast(x, "float64")
+    raise ValueError(f"{name} must be a real floating array, got dtype {kind}")
 
 
 def _check_hessian(hessian_NN: Array, n: int) -> Array:
@@ -188,7 +199,7 @@ def _check_hessian(hessian_NN: Array, n: int) -> Array:
 
 
 def _check_damping(damping: Any) -> float:
-    value = float(damping)
+    value = as_number(damping)
     if not (np.isfinite(value) and value >= 0.0):
         raise ValueError(f"damping must be finite and not negative, got {damping!r}")
     return value
