@@ -68,9 +68,12 @@ def solve(
     _check_numbers(tol, max_iterations, time_limit, batch_size)
     problem = ColumnQP(H, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, damping=damping)
     dtype, why_dtype = automatic.choose_dtype(problem, tol, dtype)
-    problem.round_bounds(dtype)
     name, why_backend = automatic.choose_backend(problem, dtype) if backend == "auto" else (backend, None)
     loaded = registry.load(registry.find(name), backend_options)
+    if why_dtype and dtype not in loaded.record.capabilities.dtypes:
+        dtype = loaded.record.capabilities.dtypes[-1]
+        why_dtype = f"{dtype}: backend {name!r} has no other"
+    problem.round_bounds(dtype)
     _check_capabilities(loaded.record, problem, dtype)
     warm_NK = _check_warm_start(warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
