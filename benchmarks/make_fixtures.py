@@ -2,9 +2,9 @@
 
     python benchmarks/make_fixtures.py MODEL TEXT --prefix smollm2 --layer model.layers.0.self_attn.o_proj [--layer ...]
 
-MODEL is a transformers folder, TEXT a plain or gzipped text file. A layer's file holds the upper triangle of H = XᵀX (float32, row
-by row, accumulated in float64 over the tokens of all windows), ``columns`` evenly spaced columns of W (inputs by outputs) and what it
-was made from.
+MODEL is a transformers folder, TEXT a plain or gzipped text file. A layer's file holds the upper triangle of H = XᵀX (float32,
+row by row, accumulated in float64 over the tokens of all windows), ``columns`` evenly spaced columns of W (inputs by outputs) and
+what it was made from.
 """
 
 from __future__ import annotations

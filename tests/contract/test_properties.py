@@ -214,7 +214,8 @@ def test_mixed_kinds() -> None:
     """The kind of W decides; H and the mask may be of another."""
     problem = FAMILIES["well_conditioned"].build()
     expected = qprecon.solve(**problem.arguments())
-    found = qprecon.solve(torch.from_numpy(problem.hessian_NN.copy()), problem.weights_NK, jnp.asarray(problem.mask_NK), damping=0.01)
+    h_tensor, mask_jax = torch.from_numpy(problem.hessian_NN.copy()), jnp.asarray(problem.mask_NK)
+    found = qprecon.solve(h_tensor, problem.weights_NK, mask_jax, damping=0.01)
     assert isinstance(found.weights, np.ndarray)
     np.testing.assert_array_equal(found.weights, expected.weights)
     found = qprecon.solve(problem.hessian_NN, torch.from_numpy(problem.weights_NK.copy()), problem.mask_NK.tolist(), damping=0.01)
