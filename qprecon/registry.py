@@ -92,9 +92,11 @@ class Capabilities:
         devices: device types.
         dtypes: floating dtypes, the default last resort first.
         form: "box" (bounds fix the pruned entries), "reduced" (they are eliminated) or "masked" (an operator).
-        scaling: "mean" (H divided by its mean diagonal) or "jacobi" (unit diagonal).
+        scaling: "mean" (H divided by its mean diagonal), "jacobi" (unit diagonal) or "none" (the problem as given, columns too).
         exact: a direct method, whose accuracy is that of the dtype.
         warm_start: makes use of ``Chunk.start_NK``, so that a second call continues the first.
+
+    A backend's ``Options`` may carry ``scaling`` and ``warm_start`` too (None = as declared), for a mode in which it differs.
     """
 
     bounds: bool = False
@@ -147,6 +149,12 @@ class Loaded:
     prepare: Callable[[System, Any], SolveChunk]
     options: Any
     bytes_per_column: Callable[[int, int, Any], float]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The record's, with what the options override."""
+        own = {name: getattr(self.options, name, None) for name in ("scaling", "warm_start")}
+        return dataclasses.replace(self.record.capabilities, **{name: value for name, value in own.items() if value is not None})
 
 
 _CORE = ("numpy", "torch")

@@ -19,9 +19,10 @@ from ..interop import Array, cast, dtype_name, kind_of, namespace
 
 _OVERSAMPLING = 8
 _LEAK = 1e3
-"""Share of |F_i|² added to the diagonal, in units of the dtype's epsilon. An input that the low rank captures wholly would leave D_i = λ
-beside |F_i|² ≫ λ, and D⁻¹r − D⁻¹F(…) would cancel all digits of float32: C⁻¹ is then no longer positive. At 1e3 the cancellation is
-bounded and CG does not notice; at 1e2 a SmolLM2 down projection broke down, at 1e4 another took half as many iterations again."""
+"""Share of |F_i|² added to the diagonal, in units of the dtype's epsilon. An input that the low rank captures wholly would leave
+D_i = λ beside |F_i|² ≫ λ, and D⁻¹r − D⁻¹F(…) would cancel all digits of float32: C⁻¹ is then no longer positive. At 1e3 the
+cancellation is bounded and CG does not notice; at 1e2 a SmolLM2 down projection broke down, at 1e4 another took half as many
+iterations again."""
 
 
 @dataclass(frozen=True, eq=False)
