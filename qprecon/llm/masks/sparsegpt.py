@@ -1,9 +1,10 @@
 """SparseGPT: sweep the inputs, pruning and repairing (Frantar and Alistarh, arXiv 2301.00774, algorithm 1).
 
 With H⁻¹ = UᵀU (U upper triangular, H damped), input i of the sweep has the pruning cost w_i² / U_ii² and pruning it
-changes the later inputs by -w_i U_i,later / U_ii (equations 3 and 4 for the remaining inputs; U holds the inverses of
-all the trailing blocks of H, the paper's section 3.3). Masks are chosen a block of inputs at a time, over all outputs
-together (adaptive selection); for N:M at the first input of each group, from the weights repaired so far.
+changes the later inputs by -w_i U_i,later / U_ii: the paper's equation 3, cost w_i² / G_ii and change -w_i G_:,i / G_ii
+with G the inverse of what is left of H, because U holds these inverses for all the trailing blocks of H. Masks are
+chosen a block of inputs at a time, over all outputs together (adaptive selection); for N:M at the first input of each
+group, from the weights repaired so far.
 
 Departures from the original program, each deliberate:
 - Counts are exact. Block b prunes floor(s * weights so far) - (pruned so far), in all floor(s*N*K). The original prunes

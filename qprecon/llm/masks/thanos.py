@@ -4,7 +4,7 @@ For one output with pruned inputs S of a block that begins at input b, and G the
 weights from b on change by -G[:, S] (G[S, S])⁻¹ w_S (the paper's multi-column update): the exact optimum given S, for
 the weights from b on. What is pruned has the lowest Wanda scores |W_ij| sqrt(H_ii), taken from the weights repaired
 so far. Unstructured: of all remaining inputs and all outputs the r lowest are marked, r being what is left of
-floor(s*N*K), and those that fall in the block go (algorithm 1); the last block takes exactly the rest. N:M: the
+floor(s*N*K), and those that fall in the block go; the last block takes exactly the rest. N:M: the
 M - N lowest of each group, the whole block scored at its start.
 
 With U from `sparsegpt.inverse_factor`, G[block, :] = U[block, block]ᵀ U[block, b:], one product for all outputs.
