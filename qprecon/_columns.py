@@ -1,7 +1,7 @@
 """Columns through a backend: chunks that fit in memory, audited rounds, and what is accepted in the end.
 
-A backend's own stopping test only estimates the gap. So a chunk is solved, audited, and the columns whose certified gap is still too large
-go on from where they are, with a tolerance tightened by as much as the audit asks for.
+A backend's own stopping test only estimates the gap. So a chunk is solved, audited, and the columns whose certified gap is
+still too large go on from where they are, with a tolerance tightened by as much as the audit asks for.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ def _start(setup: Setup, warm_NK: Array | None, columns: Any) -> _Start:
 
 
 def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.ndarray:
-    """What a column's objective is measured in: f(start), or with an explicit rhs, where f has no zero, ΔᵀAΔ + 2|gᵀΔ| or a Jacobi step's gain."""
+    """What a column's objective is measured in: f(start), or with an explicit rhs, where f has no zero, the larger of
+    ΔᵀAΔ + 2|gᵀΔ| and the gain of a Jacobi step.
+    """
     problem = setup.problem
     if problem.rhs_NK is None:
         return figures.objective

@@ -36,13 +36,13 @@ def solve(
     """Optimal weights for a given mask, certified (paper, sections 3.1 and 3.2).
 
     Minimises per column ŵᵀHŵ − 2 rhsᵀŵ + λ‖ŵ − w‖² with λ = damping · mean(diag H), ŵ = 0 where the mask is 0.
-    All arrays undamped: the λ terms are added here. numpy, torch (CPU, CUDA) and jax arrays go in, the same kind comes out on the same
-    device; inputs are not changed.
+    All arrays undamped: the λ terms are added here. numpy, torch (CPU, CUDA) and jax arrays go in, the same kind comes out on
+    the same device; inputs are not changed.
 
     Args:
         H: (N, N) = XᵀX, symmetric positive semidefinite.
-        W: (N, K) dense weights, inputs by outputs: the **transpose** of ``torch.nn.Linear.weight``. A square layer given the wrong way
-            round cannot be noticed.
+        W: (N, K) dense weights, inputs by outputs: the **transpose** of ``torch.nn.Linear.weight``. A square layer given the
+            wrong way round cannot be noticed.
         mask: (N, K), 1 or True = kept. Columns are independent.
         backend: a name from ``available_backends()``, or "auto".
         rhs: (N, K) right-hand side b; None means HW, which asks for W's outputs back.
@@ -50,7 +50,8 @@ def solve(
         damping: δ ≥ 0. 0.01 is usual and makes the answer unique and certifiable.
         tol: certified relative gap that makes a column ``OPTIMAL``.
         max_iterations, time_limit: limits for the backend; seconds for the whole call.
-        warm_start: (N, K) weights to start from, if the backend can; also what a column falls back to where it beats the masked weights.
+        warm_start: (N, K) weights to start from, if the backend can; also what a column falls back to where it beats the
+            masked weights.
         batch_size: columns solved together; by default as many as memory allows.
         dtype: "float32" or "float64" for the backend's arithmetic; by default float64 if H or W is, if tol < 1e-6 or
             if damping < 1e-3, otherwise float32. The audit is always in float64. ``weights`` come back in this dtype.

@@ -1,7 +1,7 @@
 """The certificate: what the core knows of an answer, whoever gave it. Everything here is float64 and of the damped problem.
 
-With A = H + λI, Δ = ŵ − w and ρ = g − AΔ (minus half the gradient of the objective ΔᵀAΔ − 2gᵀΔ), weak duality gives for **any** split
-ρ = y + s with y supported on entries that have a bound on the side ρ pushes to,
+With A = H + λI, Δ = ŵ − w and ρ = g − AΔ (minus half the gradient of the objective ΔᵀAΔ − 2gᵀΔ), weak duality gives for
+**any** split ρ = y + s with y supported on entries that have a bound on the side ρ pushes to,
 
     f(ŵ) − f* ≤ sᵀA⁻¹s + 2 Σ [y⁺(u − ŵ) + y⁻(ŵ − l)].
 
@@ -23,8 +23,8 @@ from .problem import ColumnQP, mean_diagonal
 
 UNIT = 2.0**-53  # unit roundoff of float64
 FLOOR = 1e-6
-"""Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing (f* = 0, as with
-a Gram matrix of few tokens) no relative accuracy exists."""
+"""Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing
+(f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
 
 _LADDER = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11)  # trial shifts without damping, in units of mean(diag H)
 _PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
@@ -125,8 +125,8 @@ def audit(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any 
 def relative_gap(problem: ColumnQP, figures: Audit, start_objective_K: np.ndarray, scale_K: np.ndarray) -> np.ndarray:
     """The gap bound relative to what the optimum costs, (K,).
 
-    Default rhs: gap / max(f − gap, FLOOR · f_start). Explicit rhs, where f has no natural zero: gap / max(f_start − f, FLOOR · scale), the
-    improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where the gap bound is 0.
+    Default rhs: gap / max(f − gap, FLOOR · f_start). Explicit rhs, where f has no natural zero: gap / max(f_start − f,
+    FLOOR · scale), the improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where the gap bound is 0.
     """
     gap_K, f_K = figures.gap_bound, figures.objective
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -141,7 +141,8 @@ def relative_gap(problem: ColumnQP, figures: Audit, start_objective_K: np.ndarra
 def _refuse_indefinite(a_NN: Array, tolerance: float) -> None:
     if a_NN.shape[0] and tolerance > 0.0 and cholesky(add_to_diagonal(a_NN, tolerance)) is None:
         raise ValueError(
-            "H is clearly indefinite (H plus damping has a negative eigenvalue): it is no Gram matrix. Accumulate XᵀX in float32 or better"
+            "H is clearly indefinite (H plus damping has a negative eigenvalue): it is no Gram matrix. "
+            "Accumulate XᵀX in float32 or better"
         )
 
 

@@ -4,9 +4,9 @@ Per column j, with ŵ zero where the mask is False and λ = damping · mean(diag
 
     minimise  ŵᵀHŵ − 2 rhsᵀŵ + λ‖ŵ − w‖²   subject to  lower ≤ ŵ ≤ upper on the kept entries.
 
-With the default rhs = Hw the constant wᵀHw is added, so that the objective is the paper's (ŵ − w)ᵀH(ŵ − w) plus the ridge, and is never
-negative. Everything inside works on Δ = ŵ − w, A = H + λI and g = rhs − Hw: the objective is ΔᵀAΔ − 2gᵀΔ, which loses no digits to
-cancellation as Hw − Hŵ would.
+With the default rhs = Hw the constant wᵀHw is added, so that the objective is the paper's (ŵ − w)ᵀH(ŵ − w) plus the ridge, and
+is never negative. Everything inside works on Δ = ŵ − w, A = H + λI and g = rhs − Hw: the objective is ΔᵀAΔ − 2gᵀΔ, which loses
+no digits to cancellation as Hw − Hŵ would.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ColumnQP:
             (a square layer given the wrong way round cannot be noticed).
         mask_NK: (N, K), True or 1 = kept.
         rhs_NK: right-hand side b, (N, K); None means Hw.
-        lower_NK, upper_NK: bounds on the new weights ŵ, scalars or broadcastable to (N, K), applied to kept entries; None means unbounded.
+        lower_NK, upper_NK: bounds on the new weights ŵ, scalars or broadcastable to (N, K), applied to kept entries; None means
+            unbounded.
         damping: δ ≥ 0; λ = δ · mean(diag H) is added to the quadratic term as a ridge towards w.
 
     Raises:
