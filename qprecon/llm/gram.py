@@ -70,6 +70,8 @@ def collect_grams(
     Raises ValueError for an activation that is not finite (the layer and the sample are named) and for a linear whose
     input cannot be seen because the block does not call it.
     """
+    if not views and not keep_outputs:
+        return BlockGrams({})
     try:
         result = _collect(block, views, inputs, index, keep_outputs, share=True)
     except _Diverged:

@@ -21,13 +21,20 @@ ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"
 
 @dataclass(frozen=True)
 class LinearView:
-    """A linear layer: `name` (full dotted), the module and parameter behind it, and the expert's index if it is fused."""
+    """A linear layer: its full dotted name, where its weights are, and the expert's index if it is one of a fused parameter.
+
+    The parameter is looked up at each use, since moving a module to another device may replace it.
+    """
 
     name: str
     module: nn.Module
-    parameter: nn.Parameter
+    attribute: str
     inputs_first: bool
     expert: int | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.module, self.attribute)
 
     @property
     def n_inputs(self) -> int:
@@ -106,14 +113,14 @@ def find_linears(block: Block, *, model: nn.Module | None = None) -> BlockLinear
 def _all_views(block: Block) -> Iterator[LinearView]:
     for name, module in block.module.named_modules(prefix=block.name):
         if isinstance(module, nn.Linear):
-            yield LinearView(name, module, module.weight, inputs_first=False)
+            yield LinearView(name, module, "weight", inputs_first=False)
         elif type(module).__name__ == "Conv1D" and module.weight.ndim == 2:
-            yield LinearView(name, module, module.weight, inputs_first=True)
+            yield LinearView(name, module, "weight", inputs_first=True)
         else:
             for fused in fused_parameters(name, module):
                 for expert in range(fused.parameter.shape[0]):
                     full = f"{name}.{expert}.{fused.attribute}"
-                    yield LinearView(full, module, fused.parameter, fused.inputs_first, expert)
+                    yield LinearView(full, module, fused.attribute, fused.inputs_first, expert)
 
 
 def _is_router(name: str, block: Block) -> bool:

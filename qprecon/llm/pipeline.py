@@ -21,7 +21,7 @@ from qprecon.llm.loading import choose_device, load_causal_lm
 from qprecon.llm.masks import get_selector
 from qprecon.llm.output import check_output, save_model
 from qprecon.llm.patterns import Pattern
-from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers
+from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
 from qprecon.llm.progress import Step, progress_bar
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.update import Method, prune_layer
@@ -90,10 +90,12 @@ def prune_model(
         plan = plan_layers(model, pattern, targets, ignore)
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
         check_method(method, plan, propagate, device)
+        method = with_given_masks(method, plan)
         samples = calibration_samples(model, calibration, tokenizer, nsamples, seqlen, seed)
     with progress_bar(plan.n_layers, progress) as step:
         rows = _prune_blocks(model, plan, method, samples, propagate, device, store, clock, step)
     settings |= {"pattern": _described(pattern), "device": str(device), "nsamples": len(samples)}
+    settings["mask_options"] = {key: value for key, value in (mask_options or {}).items() if key != "masks"}
     settings["seqlen"] = max(sample.numel() for sample in samples)
     report = _report(model, plan, rows, settings, clock)
     if out is not None:
@@ -112,7 +114,7 @@ def _prune_blocks(
     with evaluation_mode(model):
         if get_selector(method.mask).model_level:
             with clock("learn masks"):
-                method = replace(method, learned_masks=_learn_masks(model, plan, method, samples))
+                method = replace(method, learned_masks=_learn_masks(model, plan, method, samples, device))
         with clock("capture"):
             step("reading inputs", 0)
             inputs = capture_inputs(model, plan.blocks, samples, device=device, store=store)
@@ -173,7 +175,7 @@ def _resolve_model(model: Any, tokenizer: Any, out: Any, dtype: Any) -> tuple[nn
     if isinstance(model, str | Path):
         if out is None:
             raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
-        if Path(model).expanduser().absolute() == Path(out).expanduser().absolute():
+        if Path(model).expanduser().resolve() == Path(out).expanduser().resolve():
             raise ValueError(f"out is the model's own folder, {out}; choose another")
         loaded, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
         return loaded, tokenizer or own_tokenizer, str(model)
@@ -188,8 +190,11 @@ def _resolve_model(model: Any, tokenizer: Any, out: Any, dtype: Any) -> tuple[nn
     return model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__
 
 
-def _learn_masks(model: nn.Module, plan: Plan, method: Method, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return get_selector(method.mask).learn(model, samples, **method.mask_options)
+def _learn_masks(
+    model: nn.Module, plan: Plan, method: Method, samples: list[torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
+    return get_selector(method.mask).learn(model, samples, linears=linears, device=device, **method.mask_options)
 
 
 def _described(pattern: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from qprecon.llm.blocks import Block, find_blocks
 from qprecon.llm.calibration import calibration_windows
 from qprecon.llm.linears import LinearView, find_linears
 from qprecon.llm.masks import LayerData, get_selector
+from qprecon.llm.masks.given import load_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.targets import as_patterns, check_patterns, matches
 from qprecon.llm.update import UPDATES, Method
@@ -116,11 +117,44 @@ def check_method(method: Method, plan: Plan, propagate: str, device: torch.devic
     asked = {str(layer.pattern): layer.pattern for layers in plan.layers for layer in layers}
     if selector.patterns is not None and (bad := [text for text in asked if text not in selector.patterns]):
         raise ValueError(f"mask {method.mask!r} makes {', '.join(selector.patterns)} only, not {bad[0]}")
-    if not selector.model_level:
+    if selector.model_level:
+        _check_learnable(method, plan)
+    elif method.mask != "given":
         for pattern in asked.values():
             _try_mask(method, selector, pattern)
     if method.update in ("optimal", "adam"):
         _try_solve(method, device)
+
+
+def with_given_masks(method: Method, plan: Plan) -> Method:
+    """For mask "given": the method with its masks read once and checked against every layer of the plan.
+
+    Raises ValueError for a layer without a mask or with one of another shape, and where no masks are given.
+    """
+    if method.mask != "given":
+        return method
+    options = dict(method.mask_options)
+    if "masks" not in options:
+        raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder}")
+    views = [layer.view for layers in plan.layers for layer in layers]
+    masks = load_masks(options.pop("masks"), names=[view.name for view in views], **options)
+    for view in views:
+        if tuple(masks[view.name].shape) != (view.n_inputs, view.n_outputs):
+            raise ValueError(
+                f"layer {view.name!r}: the given mask has shape {tuple(masks[view.name].shape)}, the layer "
+                f"{view.n_inputs} inputs and {view.n_outputs} outputs"
+            )
+    return replace(method, mask_options={"masks": masks})
+
+
+def _check_learnable(method: Method, plan: Plan) -> None:
+    fused = [layer.view.name for layers in plan.layers for layer in layers if layer.view.expert is not None]
+    if fused:
+        raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
+    try:
+        inspect.signature(get_selector(method.mask).learn).bind(None, (), **method.mask_options)
+    except TypeError as error:
+        raise ValueError(f"mask {method.mask!r}: {error}") from error
 
 
 def _try_mask(method: Method, selector: Any, pattern: Pattern) -> None:

@@ -52,10 +52,12 @@ def prune_layer(view: LinearView, pattern: Pattern, grams: BlockGrams, method: M
         hessian_NN, weights_NK, (weights_NK * selection.mask_NK, rebuilt_NK, stored_NK)
     )
     _check_stored(view, stored_NK)
+    # A given mask is taken as it is, whatever pattern was asked for.
+    wanted = ("given", 1 - float(selection.mask_NK.double().mean())) if method.mask == "given" else (str(pattern), pattern.sparsity)
     zeros = stored_NK.numel() - int(torch.count_nonzero(stored_NK))
     row = LayerRow(
-        name=view.name, n_inputs=view.n_inputs, n_outputs=view.n_outputs, pattern=str(pattern),
-        requested_sparsity=pattern.sparsity, reached_sparsity=zeros / stored_NK.numel(), zeros=zeros, tokens=tokens,
+        name=view.name, n_inputs=view.n_inputs, n_outputs=view.n_outputs, pattern=wanted[0],
+        requested_sparsity=wanted[1], reached_sparsity=zeros / stored_NK.numel(), zeros=zeros, tokens=tokens,
         error_masked=before, error_updated=after, error_stored=stored, rounding_excess=_excess(stored, after),
         mask_seconds=chosen - started, update_seconds=solved - chosen, seconds=time.perf_counter() - started, note=note,
     )  # fmt: skip
