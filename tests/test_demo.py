@@ -8,7 +8,7 @@ import pytest
 
 from qprecon import cli
 from qprecon.demo import model as demo_model
-from qprecon.demo.experiment import run_demo
+from qprecon.demo.experiment import Sizes, run_demo
 from qprecon.demo.model import ModelUnavailableError, demo_model_folder
 from qprecon.demo.text import _paragraphs, _plain, split_builtin_text
 
@@ -32,9 +32,9 @@ def test_no_paragraph_is_in_both_parts():
 
 
 def test_the_whole_demonstration_on_a_toy(toy_folder, tmp_path):
-    sizes = dict(calibration_windows=8, held_out_windows=4, seqlen=32)
+    sizes = Sizes(calibration_windows=8, held_out_windows=4, seqlen=32)
     out = tmp_path / "out"
-    result = run_demo(toy_folder, out, tmp_path / "cache", device="cpu", **sizes)
+    result = run_demo(toy_folder, out, tmp_path / "cache", device="cpu", sizes=sizes)
     assert not (tmp_path / "cache").exists()
     assert set(result.perplexities) == {"dense", "wanda", "optimal"}
     assert result.perplexities["wanda"] != result.perplexities["dense"] != result.perplexities["optimal"]
@@ -48,7 +48,7 @@ def test_the_whole_demonstration_on_a_toy(toy_folder, tmp_path):
     assert written["settings"]["calibration_windows"] == 8
     assert {"date", "machine", "cores", "python", "versions", "device"} <= set(written["environment"])
     assert {"prune, wanda", "prune, optimal", "evaluate, dense"} <= set(written["seconds"])
-    again = run_demo(toy_folder, out, device="cpu", **sizes)  # its own output folder is written anew
+    again = run_demo(toy_folder, out, device="cpu", sizes=sizes)  # its own output folder is written anew
     assert again.perplexities == result.perplexities
 
 
