@@ -29,14 +29,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "PRUNED ones, so their 1:4 is 3:4 here",
     )
     parser.add_argument("--mask", default="wanda", help="which weights to keep: wanda (default), magnitude, ...")
-    parser.add_argument("--update", default="optimal", choices=["optimal", "none"], help="rebuild kept weights (default) or not")
-    parser.add_argument("--backend", default="auto", help="solver; see `qprecon backends` (default auto)")
     parser.add_argument(
-        "--calib",
-        metavar="FILE|builtin|c4",
-        default="c4",
-        help='calibration text: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own '
-        "documentation), or a name for the `datasets` library (default c4)",
+        "--update",
+        default="optimal",
+        help="the kept weights: optimal (default); none leaves them; own takes the mask method's; adam uses Adam",
     )
     parser.add_argument("--nsamples", type=int, default=128, help="calibration windows (default 128)")
     parser.add_argument("--seqlen", type=int, default=2048, help="tokens a window (default 2048, whatever the model's maximum)")
@@ -44,9 +40,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument("--damping", type=float, default=0.01, help="share of the mean diagonal added to H (default 0.01)")
     parser.add_argument("--tol", type=float, default=1e-4, help="certified relative gap asked for (default 1e-4)")
-    parser.add_argument(
-        "--targets", nargs="+", metavar="NAME", help="only these layers: names, endings of names, or re:PATTERN (default all)"
-    )
+    parser.add_argument("--targets", nargs="+", metavar="NAME", help="only these layers: names, globs, or re:PATTERN (default all)")
     parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these layers alone; written like --targets")
     parser.add_argument(
         "--propagate",
