@@ -34,6 +34,14 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         default="optimal",
         help="the kept weights: optimal (default); none leaves them; own takes the mask method's; adam uses Adam",
     )
+    parser.add_argument("--backend", default="auto", help="solver; see `qprecon backends` (default auto)")
+    parser.add_argument(
+        "--calib",
+        metavar="FILE|builtin|c4",
+        default="c4",
+        help='calibration text: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own '
+        "documentation), or a name for the `datasets` library (default c4)",
+    )
     parser.add_argument("--nsamples", type=int, default=128, help="calibration windows (default 128)")
     parser.add_argument("--seqlen", type=int, default=2048, help="tokens a window (default 2048, whatever the model's maximum)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of windows (default 0)")
