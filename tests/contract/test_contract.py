@@ -24,7 +24,7 @@ TIGHT_FAMILIES = ("well_conditioned", "outlier_channels", "kappa_1e4", "rhs_of_d
 
 MPAX_LARGE = ("rank_8_of_256", "rank_8_of_256_damped", "real_smollm2_1_o_proj", "real_smollm2_29_o_proj")
 FULL = os.environ.get("QPRECON_FULL_CONTRACT") == "1"
-"""Run what is left out for its cost too: the references on the larger families, and mpax (seconds to compile a shape) on all of them."""
+"""Run what is left out for its cost too: the references on larger families, and mpax (seconds to compile a shape) on all."""
 
 
 def _left_out(backend: str, family: Family, dtype: str) -> bool:
