@@ -11,7 +11,7 @@ from .errors import BackendBrokenError, UnsupportedError
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
 from .linalg import exact_float32
 from .normalise import layer_scaling
-from .problem import ColumnQP
+from .problem import ColumnQP, as_number
 from .solution import Provenance, Solution, Timing
 
 
@@ -36,21 +36,22 @@ def solve(
     """Optimal weights for a given mask, certified (paper, sections 3.1 and 3.2).
 
     Minimises per column ŵᵀHŵ − 2 rhsᵀŵ + λ‖ŵ − w‖² with λ = damping · mean(diag H), ŵ = 0 where the mask is 0.
-    All arrays undamped: the λ terms are added here. numpy, torch (CPU, CUDA) and jax arrays go in, the same kind comes out on the same
-    device; inputs are not changed.
+    All arrays undamped: the λ terms are added here. numpy, torch (CPU, CUDA) and jax arrays go in, the same kind comes out on
+    the same device; inputs are not changed.
 
     Args:
         H: (N, N) = XᵀX, symmetric positive semidefinite.
-        W: (N, K) dense weights, inputs by outputs: the **transpose** of ``torch.nn.Linear.weight``. A square layer given the wrong way
-            round cannot be noticed.
+        W: (N, K) dense weights, inputs by outputs: the **transpose** of ``torch.nn.Linear.weight``. A square layer given the
+            wrong way round cannot be noticed.
         mask: (N, K), 1 or True = kept. Columns are independent.
         backend: a name from ``available_backends()``, or "auto".
         rhs: (N, K) right-hand side b; None means HW, which asks for W's outputs back.
-        lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only.
+        lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only. Rounded to ``dtype``.
         damping: δ ≥ 0. 0.01 is usual and makes the answer unique and certifiable.
         tol: certified relative gap that makes a column ``OPTIMAL``.
         max_iterations, time_limit: limits for the backend; seconds for the whole call.
-        warm_start: (N, K) weights to start from, if the backend can; also what a column falls back to where it beats the masked weights.
+        warm_start: (N, K) weights to start from, if the backend can; also what a column falls back to where it beats the
+            masked weights.
         batch_size: columns solved together; by default as many as memory allows.
         dtype: "float32" or "float64" for the backend's arithmetic; by default float64 if H or W is, if tol < 1e-6 or
             if damping < 1e-3, otherwise float32. The audit is always in float64. ``weights`` come back in this dtype.
@@ -69,6 +70,10 @@ def solve(
     dtype, why_dtype = automatic.choose_dtype(problem, tol, dtype)
     name, why_backend = automatic.choose_backend(problem, dtype) if backend == "auto" else (backend, None)
     loaded = registry.load(registry.find(name), backend_options)
+    if why_dtype and dtype not in loaded.record.capabilities.dtypes:
+        dtype = loaded.record.capabilities.dtypes[-1]
+        why_dtype = f"{dtype}: backend {name!r} has no other"
+    problem.round_bounds(dtype)
     _check_capabilities(loaded.record, problem, dtype)
     warm_NK = _check_warm_start(warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
@@ -141,12 +146,12 @@ def _assemble(
 
 
 def _check_numbers(tol: float, max_iterations: int | None, time_limit: float | None, batch_size: int | None) -> None:
-    if not 0.0 < tol < 1.0:
+    if not 0.0 < as_number(tol) < 1.0:
         raise ValueError(f"tol must lie between 0 and 1, got {tol!r}")
     for name, value in (("max_iterations", max_iterations), ("batch_size", batch_size)):
-        if value is not None and (value != int(value) or value < 1):
+        if value is not None and not (as_number(value) >= 1.0 and as_number(value).is_integer()):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if time_limit is not None and not time_limit > 0.0:
+    if time_limit is not None and not as_number(time_limit) > 0.0:
         raise ValueError(f"time_limit must be positive seconds, got {time_limit!r}")
 
 

@@ -1,8 +1,9 @@
 """Scaling, once, for every backend: absolute tolerances mean nothing before it (see docs/mathematics.md).
 
-Every factor is a power of two, so that scaling and unscaling round nothing. H is divided by its mean diagonal, or made nearly unit-diagonal
-(Jacobi) for the backends that ask for it; each column is divided by the square root of its start's objective. A dead input
-(zero diagonal) and a column whose objective is zero keep the factor 1. "none" leaves everything as it is, to show what that costs.
+Every factor is a power of two, so that scaling and unscaling round nothing. H is divided by its mean diagonal, or made nearly
+unit-diagonal (Jacobi) for the backends that ask for it; each column is divided by the square root of its start's objective. A
+dead input (zero diagonal) and a column whose objective is zero keep the factor 1. "none" leaves everything as it is, to
+show what that costs.
 """
 
 from __future__ import annotations

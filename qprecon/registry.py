@@ -116,8 +116,8 @@ class Backend:
 
     Attributes:
         name: what ``solve(backend=…)`` takes.
-        target: "module" holding ``prepare(system, options)``; optionally ``Options`` (a dataclass; fields = the backend's own options)
-            and ``bytes_per_column(n_inputs, itemsize, options)``.
+        target: "module" holding ``prepare(system, options)``; optionally ``Options`` (a dataclass; its fields are the backend's
+            own options) and ``bytes_per_column(n_inputs, itemsize, options)``.
         summary: one line.
         requires: modules that must be importable.
         extra: the pip extra of qprecon that brings them; "" if none is needed.

@@ -53,10 +53,12 @@ class Solution:
         objective: (K,) float64, f(ŵ) of the damped problem (ŵ − w)ᵀ(H + λI)(ŵ − w), or with an explicit rhs
             ŵᵀHŵ − 2rhsᵀŵ + λ‖ŵ − w‖². All figures are float64 numpy arrays in the units of H and W as given.
         baseline_objective: (K,) the same of the start: the masked weights, clipped to the bounds.
-        stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start): dimensionless.
+        stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start):
+            dimensionless.
         violation: (K,) largest distance from the bounds and the mask, in units of W.
         gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound. Inf where nothing can be certified.
-        relative_gap: (K,) gap_bound / max(f − gap_bound, FLOOR · f_start); for an explicit rhs relative to f_start − f. See ``qprecon.audit``.
+        relative_gap: (K,) gap_bound / max(f − gap_bound, FLOOR · f_start); for an explicit rhs relative to f_start − f. See
+            ``qprecon.audit``.
         fell_back: (K,) bool: the backend's answer was worse than the start or not finite, and the start is returned.
         tol: the relative gap that was asked for.
         timing, provenance: see their classes.

@@ -1,0 +1,59 @@
+"""The command line: parse, then call. One module a subcommand, each with `add_parser` and `run`; no logic here.
+
+The subcommands import torch and the rest only when they run, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import qprecon
+
+from . import backends, demo, eval, prune, solve
+
+_SUBCOMMANDS = (prune, eval, solve, backends, demo)
+BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: of the command line; None takes those of the process.
+
+    Returns:
+        The exit code: 0 done; 1 done, but not as well as was asked (see the subcommand); 2 bad input, with one line
+        about it on stderr; 130 interrupted.
+    """
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except KeyboardInterrupt:
+        print("qprecon: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if parsed.traceback or not _is_bad_input(error):
+            raise
+        print(f"qprecon {parsed.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """What a user can mend: a bad value or file, a missing or broken package. Anything else is our own mistake."""
+    from qprecon.errors import BackendBrokenError
+
+    return isinstance(error, ValueError | OSError | ImportError | BackendBrokenError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="qprecon", description=qprecon.__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"qprecon {qprecon.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in _SUBCOMMANDS:
+        subparser = module.add_parser(subparsers)
+        subparser.set_defaults(run=module.run)
+        subparser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    return parser

@@ -1,0 +1,28 @@
+# Two commands on a fresh clone: `make demo` and `make test`. Both build .venv first, once.
+#   make demo MODEL=PATH   uses a local model folder instead of the download
+#   make PYTHON=python3.12 setup   takes another interpreter (3.10 or newer) for a new .venv
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.setup-done
+EXTRAS := mpax,osqp,cvxpy,torch,llm,demo,test
+MODEL ?=
+DEMO_JSON ?=
+
+.PHONY: setup test demo
+
+setup: $(STAMP)
+
+# The stamp is written last, so an interrupted set-up is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "qprecon needs Python 3.10 or newer; use make PYTHON=...")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	touch $@
+
+# Every extra is installed, so a CPU backend that is missing or cannot be imported is a failure, not a skip.
+test: $(STAMP)
+	QPRECON_REQUIRE_ALL_BACKENDS=1 $(VENV)/bin/python -m pytest
+
+demo: $(STAMP)
+	$(VENV)/bin/python -m qprecon demo $(if $(MODEL),--model '$(MODEL)') $(if $(DEMO_JSON),--json '$(DEMO_JSON)')

@@ -1,0 +1,78 @@
+"""Named problems for the benchmarks: synthetic layers with a chosen spectrum and outlier channels, and real ones from files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A layer with H = S Q diag(i^-power) Qᵀ S: Q random orthogonal, S log-normal channel scales with a few outliers of 20 times.
+
+    The mask is Wanda's, a comparison group per output.
+    """
+
+    name: str
+    n_inputs: int
+    n_outputs: int
+    power: float
+    sparsity: float
+    outliers: int = 6
+    seed: int = 0
+
+    def make(self, device: str = "cpu"):
+        """H (N, N), W (N, K) float32 and mask (N, K) bool as torch tensors on ``device``."""
+        import torch
+
+        n, k = self.n_inputs, self.n_outputs
+        generator = torch.Generator(device).manual_seed(self.seed)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+        q_NN = torch.linalg.qr(draw(n, n))[0]
+        spectrum_N = torch.arange(1, n + 1, device=device, dtype=torch.float32) ** -self.power
+        scale_N = torch.exp(0.5 * draw(n))
+        scale_N[torch.randperm(n, generator=generator, device=device)[: self.outliers]] *= 20.0
+        root_NN = q_NN * spectrum_N.sqrt()[None, :] * scale_N[:, None]
+        h_NN = root_NN @ root_NN.T
+        h_NN *= n / h_NN.diagonal().sum()
+        w_NK = 0.02 * draw(n, k)
+        return h_NN, w_NK, wanda_mask(h_NN, w_NK, self.sparsity)
+
+
+def wanda_mask(h_NN, w_NK, sparsity: float):
+    """Keep the largest |w|·√H_ii of each output; the ⌊s·N⌋ smallest go."""
+    import torch
+
+    score_NK = w_NK.abs() * h_NN.diagonal().sqrt()[:, None]
+    pruned = int(sparsity * len(w_NK))
+    mask_NK = torch.ones_like(w_NK, dtype=torch.bool)
+    return mask_NK.scatter_(0, score_NK.topk(pruned, 0, largest=False).indices, False)
+
+
+def condition_number(h_NN, damping: float) -> float:
+    """κ of H + λI in float64."""
+    import torch
+
+    values_N = torch.linalg.eigvalsh(h_NN.double())
+    ridge = damping * float(h_NN.double().diagonal().mean())
+    return float((values_N[-1] + ridge) / (values_N[0].clamp(min=0) + ridge))
+
+
+def from_file(path: str, columns: int | None = None, sparsity: float = 0.5):
+    """H, W, mask as numpy arrays from an .npz with H (N, N) and W (N, K); Wanda mask."""
+    data = np.load(path)
+    h_NN, w_NK = data["H"], data["W"][:, :columns]
+    score_NK = np.abs(w_NK) * np.sqrt(h_NN.diagonal())[:, None]
+    order_NK = np.argsort(score_NK, axis=0, kind="stable")
+    mask_NK = np.ones(w_NK.shape, dtype=bool)
+    np.put_along_axis(mask_NK, order_NK[: int(sparsity * len(w_NK))], False, axis=0)
+    return h_NN, w_NK, mask_NK
+
+
+LARGE = (
+    Synthetic("4096x4096 easy 50%", 4096, 4096, 1.0, 0.5),
+    Synthetic("4096x4096 hard 60%", 4096, 4096, 1.5, 0.6),
+    Synthetic("4096x14336 easy 50%", 4096, 14336, 1.0, 0.5),
+    Synthetic("14336x4096 easy 50%", 14336, 4096, 1.0, 0.5),
+)

@@ -1,0 +1,167 @@
+"""Preconditioned conjugate gradients on all columns at once: one product H·P advances every column, the mask follows.
+
+Each column is CG on its own H_II. In Δ form: the residual is never formed from Hw − Hŵ.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..interop import Array, cast, kind_of, namespace, to_numpy
+from ..linalg import column_dots
+from ..registry import Chunk, RawColumns, SolveChunk, System
+from . import _precondition as precondition
+from ._product import Full, chosen_precision, product
+from ._vectors import Scalars, vectors
+
+_CHECK_EVERY = 3  # iterations between looks at the error estimate (each look waits for the device)
+_DEFAULT_LIMIT = 1000
+_SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r: measured on real layers, see docs/backends.md
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of ``pcg``.
+
+    Attributes:
+        preconditioner: "dc" (low rank plus diagonal), "jacobi", or "auto": dc from 256 inputs on.
+        rank: r of dc; None chooses it from N.
+        power_steps: subspace iterations of its sketch.
+        precision: "full", "bf16" (H = FFᵀ + E with E·P in bfloat16; float32 data on CUDA), or "auto".
+    """
+
+    preconditioner: str = "auto"
+    rank: int | None = None
+    power_steps: int = 1
+    precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.preconditioner not in ("auto", "dc", "jacobi"):
+            raise ValueError(f"preconditioner must be 'auto', 'dc' or 'jacobi', got {self.preconditioner!r}")
+        if self.precision not in ("auto", "full", "bf16"):
+            raise ValueError(f"precision must be 'auto', 'full' or 'bf16', got {self.precision!r}")
+        if self.rank is not None and not self.rank >= 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank!r}")
+        if not self.power_steps >= 0:
+            raise ValueError(f"power_steps must not be negative, got {self.power_steps!r}")
+
+
+def chosen_rank(n_inputs: int, options: Options) -> int:
+    """Rank of dc, 0 for Jacobi: the set-up costs about r²/2N products with H, so r grows as √N."""
+    if options.preconditioner == "jacobi" or (options.preconditioner == "auto" and n_inputs < 128):
+        return 0
+    if options.rank is not None:
+        return min(options.rank, n_inputs)
+    return min(int(2 ** np.round(np.log2(max(2.0 * n_inputs**0.5, 1.0)))), n_inputs)
+
+
+def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:
+    """Six vectors, and r×r numbers for K_j in this dtype and while they are made in float64."""
+    rank = chosen_rank(n_inputs, options)
+    return 6.0 * n_inputs * itemsize + rank * rank * (2.0 * itemsize + 16.0)
+
+
+def prepare(system: System, options: Options) -> SolveChunk:
+    """Sketch H and choose the product once a layer."""
+    rank = chosen_rank(system.hessian_NN.shape[0], options)
+    shared = precondition.low_rank(system.hessian_NN, system.ridge, rank, options.power_steps) if rank else None
+    factor_Nr = None if shared is None else shared.factor_Nr
+    precision = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
+    multiply = product(system.hessian_NN, factor_Nr, precision)
+    extras = {"preconditioner": f"dc, rank {rank}" if rank else "jacobi", "precision": precision}
+
+
+    def solve_chunk(chunk: Chunk) -> RawColumns:
+        if not chunk.start_NK.shape[0] or not chunk.start_NK.shape[1]:
+            return RawColumns(chunk.start_NK, "converged", 0, dict(extras))
+        apply = precondition.for_columns(shared, chunk.mask_NK) if shared else precondition.jacobi(system.hessian_NN)
+        raw = _solve(multiply, apply, chunk, extras)
+        return _repaired(system.hessian_NN, raw, chunk) if shared and (raw.reported_status == "breakdown").any() else raw
+
+    return solve_chunk
+
+
+def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk) -> RawColumns:
+    """Columns on which dc broke down go on with Jacobi, which is positive whatever the rounding."""
+    broken = np.flatnonzero(raw.reported_status == "breakdown")
+    at = namespace(hessian_NN).as_tensor(broken, device=hessian_NN.device) if kind_of(hessian_NN) == "torch" else broken
+    step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
+    rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
+    gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
+    part = Chunk(
+        chunk.weights_NK[:, at], chunk.mask_NK[:, at], raw.weights_NK[:, at], rest_NK,
+        chunk.start_objective_K[at] - gained_K, chunk.improved_K[at] + gained_K,
+        None if chunk.linear_NK is None else chunk.linear_NK[:, at],
+        tolerance=chunk.tolerance, max_iterations=chunk.max_iterations, deadline=chunk.deadline,
+    )  # fmt: skip
+    again = _solve(Full(hessian_NN), precondition.jacobi(hessian_NN), part, {})
+    raw.weights_NK[:, at] = again.weights_NK
+    raw.reported_status[broken] = again.reported_status
+    raw.iterations[broken] += again.iterations
+    return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, "jacobi_columns": len(broken)})
+
+
+def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
+    ops = vectors(chunk.residual_NK, chunk.mask_NK)
+    state = _State.begin(chunk, ops, apply)
+    limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
+    for iteration in range(1, limit + 1):
+        state.step(multiply)
+        if iteration % _CHECK_EVERY and iteration != limit:
+            continue
+        if not state.freeze_finished():
+            break
+        if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
+            status = "time_limit"
+            break
+    words = np.where(to_numpy(state.scalars.active_K), status, "converged").astype(object)
+    words[to_numpy(state.broken())] = "breakdown"
+    return RawColumns(chunk.start_NK + state.x_NK, words, np.array(to_numpy(state.scalars.iterations_K)), dict(extras))
+
+
+@dataclass(eq=False)
+class _State:
+    """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries."""
+
+    chunk: Chunk
+    ops: Any
+    apply: precondition.Preconditioner
+    x_NK: Array
+    r_NK: Array
+    p_NK: Array
+    scalars: Scalars
+    finished_K: Array
+
+    @staticmethod
+    def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
+        xp = namespace(chunk.residual_NK)
+        r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
+        scalars = Scalars.zeros(r_NK)
+        p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
+        return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
+
+    def step(self, multiply: Any) -> None:
+        """One iteration of every active column; a finished column's step is zero."""
+        self.ops.advance(self.x_NK, self.r_NK, self.p_NK, multiply(self.p_NK, self.ops), self.scalars)
+        self.ops.turn(self.p_NK, self.r_NK, self.apply.correction(self.r_NK), self.apply.inverse_diagonal_N1, self.scalars)
+
+    def freeze_finished(self) -> bool:
+        """Stop the columns whose estimated gap is small enough; whether any is left."""
+        gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
+        if self.chunk.linear_NK is None:
+            base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
+        else:
+            base_K = self.chunk.improved_K + self.scalars.gain_K
+        xp = namespace(gap_K)
+        small_K = gap_K <= self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
+        self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
+        self.scalars.active_K = self.scalars.active_K & ~self.finished_K
+        return bool(self.scalars.active_K.any())
+
+    def broken(self) -> Array:
+        """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""
+        return ~self.scalars.active_K & ~self.finished_K & (self.scalars.rz_K != 0)

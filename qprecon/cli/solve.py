@@ -1,0 +1,79 @@
+"""`qprecon solve problem.npz -o out.npz`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+_REQUIRED = ("H", "W", "mask")
+_OPTIONAL = ("rhs", "lower", "upper")
+_SAVED = "weights iterations objective baseline_objective stationarity violation gap_bound relative_gap fell_back".split()
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "solve",
+        help="solve one layer's problem from a .npz file",
+        description="Solve one layer's problem. PROBLEM holds H (N, N), W (N, K), which is the transpose of a "
+        "Linear.weight, and mask (N, K), 1 = kept; optionally rhs (N, K), lower and upper. The result holds the "
+        "weights and, for each column, status, objective and the certified gap.",
+        epilog="Exit code 1: solved, but not every column is certified to --tol.",
+    )
+    parser.add_argument("problem", metavar="PROBLEM.npz")
+    parser.add_argument("-o", "--out", required=True, metavar="OUT.npz", help="where the result goes")
+    parser.add_argument("--backend", default="auto", help="see `qprecon backends` (default auto)")
+    parser.add_argument("--damping", type=float, default=0.0, help="share of the mean diagonal added to H (default 0)")
+    parser.add_argument("--tol", type=float, default=1e-4, help="certified relative gap asked for (default 1e-4)")
+    parser.add_argument("--max-iterations", type=int, help="of an iterative backend (default: its own)")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after so long (default: none)")
+    parser.add_argument("--dtype", choices=["float32", "float64"], help="to compute in (default: the backend's choice)")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Solve, save and print the outcome."""
+    import qprecon
+
+    problem = _read(Path(arguments.problem))
+    solution = qprecon.solve(
+        **problem,
+        backend=arguments.backend,
+        damping=arguments.damping,
+        tol=arguments.tol,
+        max_iterations=arguments.max_iterations,
+        time_limit=arguments.time_limit,
+        dtype=arguments.dtype,
+    )
+    _write(Path(arguments.out), solution)
+    print(solution.summary())
+    return 0 if solution.optimal.all() else 1
+
+
+def _read(path: Path) -> dict:
+    import zipfile
+
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (zipfile.BadZipFile, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not an .npz file of plain arrays") from error
+    missing = [name for name in _REQUIRED if name not in arrays]
+    unknown = [name for name in arrays if name not in _REQUIRED + _OPTIONAL]
+    if missing or unknown:
+        wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(f"{path} {' and '.join(wrong)}; it must hold H, W, mask and may hold rhs, lower, upper")
+    return arrays
+
+
+def _write(path: Path, solution) -> None:
+    import numpy as np
+
+    figures = {name: getattr(solution, name) for name in _SAVED}
+    figures["status"] = np.array([status.name for status in solution.status], dtype=str)
+    figures["reported_status"] = np.array(solution.reported_status, dtype=str)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:  # np.savez would add .npz to another name
+        np.savez(file, **figures)

@@ -1,0 +1,51 @@
+"""The decoder blocks of a causal language model, found without a table of architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block: its dotted name in the model, and the module."""
+
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The decoder blocks of `model`, in order.
+
+    They are the items of the longest ModuleList whose items' classes all stand in the model's `_no_split_modules` (what
+    transformers must keep on one device is exactly a block). The decoder of a multimodal model goes before its other
+    towers. Where that finds nothing, the longest outermost ModuleList is taken.
+
+    Raises ValueError if the model has no ModuleList at all.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    declared = [name for name, items in lists.items() if all(type(item).__name__ in whole for item in items)]
+    candidates = _within_decoder(model, declared) or declared or [name for name in lists if _is_outermost(name, lists)]
+    if not candidates:
+        raise ValueError(
+            f"no decoder blocks found in {type(model).__name__}: it has no ModuleList, so it does not look like a "
+            "transformers causal language model"
+        )
+    name = max(candidates, key=lambda candidate: len(lists[candidate]))
+    return [Block(f"{name}.{index}" if name else str(index), item) for index, item in enumerate(lists[name])]
+
+
+def _within_decoder(model: nn.Module, names: list[str]) -> list[str]:
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) else None
+    if not isinstance(decoder, nn.Module):
+        return []
+    inside = set(decoder.modules())
+    return [name for name in names if model.get_submodule(name) in inside]
+
+
+def _is_outermost(name: str, lists: dict[str, nn.ModuleList]) -> bool:
+    # A list inside another one is a part of a block (experts, for example), not the list of blocks.
+    return not any(name.startswith(other + ".") for other in lists if other != name)

@@ -1,0 +1,218 @@
+"""What every decoder block of a model is called with, recorded in one pass that computes no block.
+
+While recording, a block's forward returns its input, so the model prepares masks, position embeddings and whatever
+else its blocks are given (each block its own: Gemma 3 alternates between two of each), and nothing is spent on blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.blocks import Block
+
+_PROBE_TOKENS = 8
+_SCALARS = (bool, int, float, str)
+
+
+@dataclass
+class BlockInputs:
+    """Inputs of one block, sample by sample, and the other arguments of all blocks.
+
+    `hidden[s]` is the input of sample s, (1, T, D) in the model's dtype, on the store device; at first that of block 0.
+    `calls[b][s]` are the other arguments of block b; what is equal between samples is one object.
+    """
+
+    hidden: list[torch.Tensor]
+    calls: list[list[Call]]
+    device: torch.device
+    store: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.hidden)
+
+    def run(self, block: nn.Module, index: int, sample: int) -> torch.Tensor:
+        """The output hidden state of `block` (the block of that `index`) for the stored input of `sample`."""
+        return run_block(block, self.hidden[sample].to(self.device, non_blocking=True), self.calls[index][sample])
+
+    def replace(self, sample: int, hidden: torch.Tensor) -> None:
+        """Store the input of the next block."""
+        self.hidden[sample] = hidden.to(self.store)
+
+    def advance(self, block: nn.Module, index: int) -> None:
+        """Replace every input by the block's output, that is, by the input of the next block."""
+        with torch.no_grad():
+            for sample in range(self.n_samples):
+                self.replace(sample, self.run(block, index, sample))
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a block beside the hidden state; `keyword` names it where it was not positional."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    keyword: str | None
+
+
+def run_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
+    """`block` on `hidden` with the captured arguments; the hidden state that it returns."""
+    if call.keyword is None:
+        output = block(hidden, *call.args, **call.kwargs)
+    else:
+        output = block(*call.args, **{call.keyword: hidden}, **call.kwargs)
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def capture_inputs(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    samples: Sequence[torch.Tensor],
+    *,
+    device: torch.device | str | None = None,
+    store: torch.device | str | None = None,
+    on_sample: Callable[[], None] = lambda: None,
+) -> BlockInputs:
+    """The inputs of all `blocks` for every sample, a (T,) or (1, T) tensor of token numbers.
+
+    Arguments of blocks go to `device`, where the blocks will run; hidden states are kept on `store`. Both are the
+    model's device unless given. The model is left as it was found, also after an exception.
+    """
+    home = next(model.parameters()).device
+    device, store = torch.device(device or home), torch.device(store or device or home)
+    decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
+    recorder = _Recorder(blocks, device, store)
+    samples = [sample.reshape(1, -1).to(home) for sample in samples]
+    with evaluation_mode(model), torch.no_grad():
+        with _replaced_forwards(blocks, recorder.probe):
+            decoder(input_ids=samples[0][:, :_PROBE_TOKENS], use_cache=False)
+        with _replaced_forwards(blocks, recorder.record):
+            for sample in samples:
+                recorder.begin_sample()
+                decoder(input_ids=sample, use_cache=False)
+                on_sample()
+    return BlockInputs(recorder.hidden, recorder.calls, device, store)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """`model.eval()`, undone on exit module by module."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _replaced_forwards(blocks: Sequence[Block], replacement: Callable) -> Iterator[None]:
+    """While open, block b's forward is `replacement(b, original forward, args, kwargs)`."""
+    found = [block.module.__dict__.get("forward") for block in blocks]
+    try:
+        for index, block in enumerate(blocks):
+            block.module.forward = _bind(replacement, index, block.module.forward)
+        yield
+    finally:
+        for block, forward in zip(blocks, found, strict=True):
+            if forward is None:
+                block.module.__dict__.pop("forward", None)
+            else:
+                block.module.forward = forward
+
+
+def _bind(replacement: Callable, index: int, original: Callable) -> Callable:
+    return lambda *args, **kwargs: replacement(index, original, args, kwargs)
+
+
+class _Recorder:
+    """Stands in for the blocks' forward functions."""
+
+    def __init__(self, blocks: Sequence[Block], device: torch.device, store: torch.device):
+        self.classes = [type(block.module) for block in blocks]
+        self.containers: dict[type, tuple | None] = {}
+        self.device, self.store = device, store
+        self.hidden: list[torch.Tensor] = []
+        self.calls: list[list[Call]] = [[] for _ in blocks]
+        self.shared: dict[int, tuple[Any, Any]] = {}
+
+    def probe(self, index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the first block of each class to learn what it returns: a tensor (transformers 5) or a tuple (4.x)."""
+        hidden, _ = _split(args, kwargs)
+        if self.classes[index] not in self.containers:
+            output = forward(*args, **kwargs)
+            self.containers[self.classes[index]] = None if isinstance(output, torch.Tensor) else tuple(output)[1:]
+        return self._contained(index, hidden)
+
+    def begin_sample(self) -> None:
+        self.shared = {}
+
+    def record(self, index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        hidden, call = _split(args, kwargs)
+        if index == 0:
+            self.hidden.append(hidden.to(self.store, copy=True))
+        calls = self.calls[index]
+        first = calls[0] if calls else None
+        args = self._share(call.args, first.args if first else None)
+        kwargs = self._share(call.kwargs, first.kwargs if first else None)
+        if first is not None and args is first.args and kwargs is first.kwargs:
+            calls.append(first)
+        else:
+            calls.append(Call(args, kwargs, call.keyword))
+        return self._contained(index, hidden)
+
+    def _contained(self, index: int, hidden: torch.Tensor) -> Any:
+        rest = self.containers[self.classes[index]]
+        return hidden if rest is None else (hidden, *rest)
+
+    def _share(self, value: Any, first: Any) -> Any:
+        """`value` on the device, or `first` (what stood in its place in the first sample) if they are equal.
+
+        One window length and no padding make masks and positions equal in all samples; they are stored once. Within a
+        sample, blocks get the same objects, which are compared and moved once; the memory holds the object itself, so
+        that its id cannot be that of another.
+        """
+        if id(value) in self.shared:
+            return self.shared[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            moved = value.to(self.device)
+            result = first if _equal(moved, first) else moved
+        elif isinstance(value, tuple | list):
+            parts = first if isinstance(first, type(value)) and len(first) == len(value) else [None] * len(value)
+            items = [self._share(item, part) for item, part in zip(value, parts, strict=True)]
+            result = first if all(a is b for a, b in zip(items, parts, strict=True)) and parts is first else items
+            result = _rebuilt(value, result) if result is items else result
+        elif isinstance(value, dict):
+            known = first if isinstance(first, dict) else {}
+            result = {key: self._share(item, known.get(key)) for key, item in value.items()}
+            if known.keys() == result.keys() and all(result[key] is known[key] for key in result):
+                result = known
+        else:
+            return first if type(value) is type(first) and isinstance(value, _SCALARS) and value == first else value
+        self.shared[id(value)] = (value, result)
+        return result
+
+
+def _rebuilt(value: tuple | list, items: list) -> tuple | list:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _equal(a: torch.Tensor, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _split(args: tuple, kwargs: dict) -> tuple[torch.Tensor, Call]:
+    """The hidden state of a block's call, and the rest of it."""
+    if args:
+        return args[0], Call(args[1:], dict(kwargs), None)
+    if "hidden_states" in kwargs:
+        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return kwargs["hidden_states"], Call((), rest, "hidden_states")
+    raise ValueError(f"a decoder block is called without a hidden state; its arguments are {sorted(kwargs)}")

@@ -1,0 +1,75 @@
+"""A model by name or path -> the model and its tokenizer, ready to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def choose_device(device: str | torch.device | None = None) -> torch.device:
+    """The device asked for; None and "auto" take the first CUDA device if there is one, else the CPU."""
+    if device is None or str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} was asked for, but this machine has no CUDA device")
+    return chosen
+
+
+def load_causal_lm(
+    model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        model: a folder in the Hugging Face layout, or a hub name.
+        device: where to put it; None or "auto" chooses.
+        dtype: of the weights in memory, a torch dtype, its name, or "auto" for the stored one. None: float32 on a CPU,
+            where half precision is slow, and the stored one on a GPU.
+
+    Returns:
+        (model in eval mode, tokenizer, or None if the folder has none).
+
+    Raises:
+        FileNotFoundError: a path that does not exist, or a folder without a config.json. ValueError: an unknown dtype.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _check_path(model)
+    target = choose_device(device)
+    if dtype is None:
+        dtype = torch.float32 if target.type == "cpu" else "auto"
+    elif isinstance(dtype, str) and dtype != "auto":
+        dtype = as_dtype(dtype)
+    # The keyword was torch_dtype before transformers 4.56.
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    keyword = "dtype" if version >= (4, 56) else "torch_dtype"
+    loaded = AutoModelForCausalLM.from_pretrained(str(model), **{keyword: dtype}).to(target).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model))
+    except (OSError, ValueError):
+        tokenizer = None  # a caller with text will be told that it needs one
+    return loaded, tokenizer
+
+
+def as_dtype(name: str | torch.dtype) -> torch.dtype:
+    """A torch floating dtype by its name, such as "bfloat16"."""
+    found = name if isinstance(name, torch.dtype) else getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"{name!r} is no floating dtype; use float32, bfloat16 or float16")
+    return found
+
+
+def _check_path(model: str | Path) -> None:
+    """Refuse what is meant as a path and is none, before transformers asks the network about it."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder")
+        return
+    hub_like = isinstance(model, str) and model.count("/") <= 1 and not model.startswith((".", "/", "~"))
+    if path.exists() or not hub_like:
+        raise FileNotFoundError(f"no such model folder: {model}")

@@ -1,0 +1,148 @@
+"""Masks that come from outside: a dict, a file, or the zeros of a pruned checkpoint.
+
+| source | orientation |
+| --- | --- |
+| dict: layer name -> array or tensor | (N inputs, K outputs), this package's own |
+| `.npz`, `.safetensors`: one array a layer | (K, N), that of `torch.nn.Linear.weight` |
+| a folder with `*.safetensors`: kept are the weights that aren't 0 | (K, N), but (N, K) for Conv1D models (GPT-2) |
+
+`orientation="NK"` or "KN" overrides this. A square layer fits both ways and can't be checked, so say it if in doubt.
+Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qprecon.llm.masks import LayerData, Selection
+from qprecon.llm.patterns import Pattern
+
+ORIENTATIONS = ("NK", "KN")
+_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+
+
+def select(
+    layer: LayerData, pattern: Pattern | None = None, *, masks: Mapping[str, torch.Tensor] | str | Path
+) -> Selection:
+    """The mask of `layer.name` out of `masks`, what `load_masks` returns or takes.
+
+    The pattern is not imposed: the mask given is the one used. ValueError: no mask for the layer, another shape than
+    the weights', entries other than 0 and 1.
+    """
+    if not isinstance(masks, Mapping):
+        masks = load_masks(masks, names=[layer.name])
+    key = next((key for key in (layer.name, layer.name + ".weight") if key in masks), None)
+    if key is None:
+        raise ValueError(f"no mask is given for layer {layer.name!r}; there are {_listed(masks)}")
+    mask_NK = _as_bool(masks[key], layer.name)
+    if mask_NK.shape != layer.weights_NK.shape:
+        turned = mask_NK.T.shape == layer.weights_NK.shape
+        raise ValueError(
+            f"layer {layer.name!r}: the mask has shape {tuple(mask_NK.shape)}, the weights "
+            f"{tuple(layer.weights_NK.shape)} (inputs, outputs)"
+            + ("; it fits transposed: load it with another orientation" if turned else "")
+        )
+    return Selection(mask_NK.to(layer.weights_NK.device))
+
+
+def load_masks(
+    source: Mapping[str, object] | str | Path,
+    *,
+    orientation: str | None = None,
+    names: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read masks as name -> bool (N, K), True = kept, on the CPU. See the module's table for sources.
+
+    orientation: "NK" or "KN" of the source, the table's by default. names: read these layers only, all by default; a
+    checkpoint's embeddings and head are read too otherwise. ValueError, naming the layer: not two-dimensional, not
+    0/1, a name that isn't there. FileNotFoundError: no such file, or a folder without safetensors.
+    """
+    if orientation not in (None, *ORIENTATIONS):
+        raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {orientation!r}")
+    found, default = _open(source)
+    by_name = {key.removesuffix(".weight"): (key, read) for key, read in found}
+    missing = [name for name in names or () if name not in by_name]
+    if missing:
+        raise ValueError(f"no mask is given for layer {missing[0]!r}; there are {_listed(by_name)}")
+    masks = {}
+    for name in by_name if names is None else names:
+        mask = _as_bool(by_name[name][1](), name)
+        masks[name] = mask if (orientation or default) == "NK" else mask.T.contiguous()
+    if not masks:
+        raise ValueError(f"{source}: no masks found")
+    return masks
+
+
+Entries = list[tuple[str, Callable[[], object]]]
+
+
+def _open(source: Mapping[str, object] | str | Path) -> tuple[Entries, str]:
+    """What a source holds, as (key, function that reads it), and its default orientation."""
+    if isinstance(source, Mapping):
+        return [(key, lambda value=value: value) for key, value in source.items()], "NK"
+    path = Path(source)
+    if path.is_dir():
+        return list(_checkpoint(path)), _checkpoint_orientation(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no masks at {path}")
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as archive:
+            return [(key, lambda value=archive[key]: value) for key in archive.files], "KN"
+    if path.suffix == ".safetensors":
+        return list(_safetensors(path)), "KN"
+    raise ValueError(f"{path}: masks are read from .npz, .safetensors or a checkpoint folder")
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        keys = list(file.keys())
+
+    def read(key: str) -> torch.Tensor:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(key)
+
+    for key in keys:
+        yield key, lambda key=key: read(key)
+
+
+def _checkpoint(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no .safetensors file to take the zeros of")
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            matrices = {key for key in file.keys() if len(file.get_slice(key).get_shape()) == 2}
+        for key, read in _safetensors(path):
+            if key in matrices:
+                yield key, lambda read=read: read() != 0
+
+
+def _checkpoint_orientation(folder: Path) -> str:
+    config = folder / "config.json"
+    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.exists() else None
+    return "NK" if kind in _CONV1D_MODELS else "KN"
+
+
+def _as_bool(value: object, name: str) -> torch.Tensor:
+    mask = torch.as_tensor(value)
+    if mask.ndim != 2:
+        raise ValueError(f"layer {name!r}: a mask is two-dimensional, this one has shape {tuple(mask.shape)}")
+    if mask.dtype != torch.bool:
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"layer {name!r}: the mask has entries other than 0 and 1")
+        mask = mask != 0
+    return mask
+
+
+def _listed(names: Collection[str], most: int = 5) -> str:
+    shown = ", ".join(list(names)[:most])
+    return f"{len(names)} masks ({shown}{', ...' if len(names) > most else ''})"

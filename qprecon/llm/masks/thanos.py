@@ -1,0 +1,114 @@
+"""Thanos: prune a block of inputs at once, with the exact joint repair (Ilin and Richtárik, arXiv 2504.05346).
+
+For one output with pruned inputs S of a block that begins at input b, and G the inverse of the damped H[b:, b:], the
+weights from b on change by -G[:, S] (G[S, S])⁻¹ w_S (the paper's multi-column update): the exact optimum given S, for
+the weights from b on. What is pruned has the lowest Wanda scores |W_ij| sqrt(H_ii), taken from the weights repaired
+so far. Unstructured: of all remaining inputs and all outputs the r lowest are marked, r being what is left of
+floor(s*N*K), and those that fall in the block go (algorithm 1); the last block takes exactly the rest. N:M: the
+M - N lowest of each group, the whole block scored at its start.
+
+With U from `sparsegpt.inverse_factor`, G[block, :] = U[block, block]ᵀ U[block, b:], one product for all outputs.
+
+The block size defaults to 512, what the authors' main program passes; a layer of up to 512 inputs is then repaired
+to its damped optimum. Departures from the original program, each deliberate:
+- `outlier_rows`, for N:M, leaves floor(share * K) outputs dense, those of the largest Σ_i w_ik² H_ii over all tokens.
+  The original leaves one more, so that even 0 leaves one, and looks at its last sequence alone.
+- Any N:M, where the original prunes half of every block whatever N is.
+- Dead inputs and the mean of the damping as in `sparsegpt`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
+from qprecon.llm.masks.sparsegpt import inverse_factor, starting_weights
+from qprecon.llm.patterns import Pattern, lowest, lowest_of_m
+
+_CHUNK_ELEMENTS = 2**27  # 0.5 GB for the batch of small systems; their factors take as much again
+
+
+def select(
+    layer: LayerData,
+    pattern: Pattern,
+    *,
+    block_size: int = 512,
+    damping: float = 0.01,
+    outlier_rows: float = 0.0,
+) -> Selection:
+    """Mask and Thanos's own weights, float32 (N, K).
+
+    block_size: inputs per block; for N:M the nearest multiple of M below. damping: share of mean(diag H) added to the
+    diagonal. outlier_rows: share of the outputs (rows of `Linear.weight`) left dense, N:M only. ValueError as for
+    `sparsegpt`, and for outlier rows outside [0, 1] or with an unstructured pattern.
+    """
+    if not 0 <= outlier_rows <= 1:
+        raise ValueError(f"outlier_rows must lie in [0, 1], got {outlier_rows!r}")
+    if outlier_rows and not pattern.is_nm:
+        raise ValueError("outlier_rows applies to N:M patterns only")
+    weights_NK = starting_weights(layer, pattern, block_size)
+    diagonal_N = undamped_diagonal(layer)
+    factor_NN = inverse_factor(layer, damping)
+    dense_K = _outlier_outputs(weights_NK, diagonal_N, outlier_rows)
+    N, K = weights_NK.shape
+    step = block_size if not pattern.is_nm else max(1, block_size // pattern.of) * pattern.of
+    left = pattern.pruned_per_group(N * K)
+    pruned_NK = torch.zeros_like(weights_NK, dtype=torch.bool)
+    for begin in range(0, N, step):
+        end = min(begin + step, N)
+        if pattern.is_nm:
+            score_BK = weights_NK[begin:end].abs() * diagonal_N[begin:end, None].sqrt()
+            pruned_BK = lowest_of_m(score_BK, pattern) & ~dense_K
+        else:
+            score_RK = weights_NK[begin:].abs() * diagonal_N[begin:, None].sqrt()
+            pruned_BK = lowest(score_RK.view(-1), left).view_as(score_RK)[: end - begin]
+            left -= int(pruned_BK.sum())
+        pruned_NK[begin:end] = pruned_BK
+        _repair(weights_NK[begin:], pruned_BK, factor_NN[begin:end, begin:])
+    return Selection(~pruned_NK, weights_NK.masked_fill_(pruned_NK, 0))
+
+
+def _outlier_outputs(weights_NK: torch.Tensor, diagonal_N: torch.Tensor, share: float) -> torch.Tensor:
+    """True (K,) at the floor(share * K) outputs of the largest Σ_i w_ik² H_ii, of equal ones the later."""
+    energy_K = weights_NK.square().T @ diagonal_N
+    outputs = len(energy_K)
+    return ~lowest(energy_K, outputs - Pattern.parse(share).pruned_per_group(outputs))
+
+
+def _repair(rest_RK: torch.Tensor, pruned_BK: torch.Tensor, factor_BR: torch.Tensor) -> None:
+    """Add the joint repair to the weights from the block on, in place, and set what is pruned to zero."""
+    B, K = pruned_BK.shape
+    inverse_BR = factor_BR[:, :B].T @ factor_BR
+    multipliers_BK = torch.zeros(B, K, device=rest_RK.device)
+    counts_K = pruned_BK.sum(0)
+    # Outputs of similar counts share a chunk, so that little is padded.
+    order_K = counts_K.argsort()
+    sorted_counts = counts_K[order_K].tolist()
+    end = K
+    while end > 0 and sorted_counts[end - 1] > 0:
+        most = sorted_counts[end - 1]
+        begin = max(0, end - max(1, _CHUNK_ELEMENTS // most**2))
+        chosen_C = order_K[begin:end]
+        multipliers_BK[:, chosen_C] = _solve(
+            inverse_BR[:, :B], pruned_BK[:, chosen_C], rest_RK[:B, chosen_C], most
+        )
+        end = begin
+    rest_RK.addmm_(inverse_BR.T, multipliers_BK, alpha=-1)
+    rest_RK[:B].masked_fill_(pruned_BK, 0)
+
+
+def _solve(
+    inverse_BB: torch.Tensor, pruned_BC: torch.Tensor, weights_BC: torch.Tensor, most: int
+) -> torch.Tensor:
+    """λ (B, C), zero where kept, with G[S, S] λ_S = w_S for each output's pruned inputs S, at most `most` of them."""
+    # A stable sort lists each output's pruned inputs first; the places after them are padding.
+    index_Cm = pruned_BC.T.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    real_Cm = pruned_BC.T.gather(1, index_Cm)
+    system_Cmm = inverse_BB[index_Cm.unsqueeze(2), index_Cm.unsqueeze(1)]
+    system_Cmm.masked_fill_(~(real_Cm.unsqueeze(2) & real_Cm.unsqueeze(1)), 0)
+    # 1 on the padding's diagonal, with a right-hand side of 0: the padding solves to 0.
+    system_Cmm.diagonal(dim1=1, dim2=2).masked_fill_(~real_Cm, 1)
+    right_Cm = weights_BC.T.gather(1, index_Cm).masked_fill(~real_Cm, 0)
+    # G is a Gram matrix of a computed U, so its blocks are positive definite but for rounding; LU needs no luck.
+    solution_Cm = torch.linalg.solve(system_Cmm, right_Cm)
+    return torch.zeros_like(weights_BC).scatter_(0, index_Cm.T, solution_Cm.T)

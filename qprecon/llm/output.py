@@ -1,0 +1,92 @@
+"""The pruned model on disk: plain dense safetensors with everything that loads and explains them.
+
+Unstructured sparsity in a dense file neither shrinks nor speeds it up, and the model card says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from qprecon.llm.report import PruneReport
+
+REPORT_NAME = "qprecon_report.json"
+
+
+def check_output(out: str | Path) -> Path:
+    """The output folder, if it may be written: absent, empty, or written by qprecon before.
+
+    Raises FileExistsError for a file or a folder that holds something else.
+    """
+    out = Path(out).expanduser().absolute()
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"output {out} is a file, not a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / REPORT_NAME).is_file():
+        raise FileExistsError(f"output folder {out} holds something else (no {REPORT_NAME}); choose another or empty it")
+    return out
+
+
+def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None) -> Path:
+    """Write model, tokenizer, generation config, report and model card to `out`; the folder appears complete or not at all.
+
+    A folder that an earlier run wrote is replaced. Raises FileExistsError as `check_output` does.
+    """
+    out = check_output(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        report.save(partial / REPORT_NAME)
+        (partial / "README.md").write_text(model_card(report), encoding="utf-8")
+        partial.chmod(0o777 & ~_umask())  # mkdtemp's folders are private
+        _put(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def _put(partial: Path, out: Path) -> None:
+    if out.is_dir():
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+        os.replace(out, old)  # onto an empty folder; then the name is free
+        os.replace(partial, out)
+        shutil.rmtree(old)
+    else:
+        os.replace(partial, out)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def model_card(report: PruneReport) -> str:
+    """A short README.md for the output folder."""
+    settings = report.settings
+    update = {"none": "left as they were", "own": f"as {settings['mask']} itself updates them"}.get(
+        settings["update"], "rebuilt by solving each column's quadratic program (OPTIMA), certified"
+    )
+    gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
+    base = settings.get("model")
+    front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
+    return (
+        f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
+        f"# Pruned {base or 'model'}\n\n"
+        f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
+        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n\n"
+        f"- Pattern: {settings['pattern']}; masks: {settings['mask']}; kept weights: {update}\n"
+        f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}\n"
+        f"{gap}"
+        f"- Mean relative reconstruction error of a layer: {report.mean_error('error_masked'):.4g} with the mask alone, "
+        f"{report.mean_error('error_stored'):.4g} as stored\n\n"
+        "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
+        "no faster. Pruning costs quality; measure it on your own task before use.\n\n"
+        f"Each layer's figures are in `{REPORT_NAME}`.\n"
+    )

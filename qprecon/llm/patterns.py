@@ -1,0 +1,159 @@
+"""Sparsity patterns ("50%", "2:4") and masks with exact counts.
+
+Shapes: N inputs, K outputs; scores and masks are (N, K), the transpose of `torch.nn.Linear.weight`. A mask is True
+where a weight is kept. `torch` is imported by `select_mask` alone, so patterns can be parsed and checked without it.
+
+The rule for weights that are zero already: they have the lowest score, so they are pruned first and they count
+towards the request. A 50 % request on a layer that is 60 % zero therefore prunes zeros only; the zeros that are left
+over are kept in the mask, and an update of the weights may fill them again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+GROUPS = ("output", "layer", "input")
+
+_NM_HINT = (
+    "N:M keeps N of every M consecutive inputs ('2:4' keeps two of four); the scripts of Wanda and SparseGPT count the "
+    "N that are pruned, so their 1:4 is '3:4' here"
+)
+_SMALL_M = 16  # up to here ranks by comparison beat a sort of many tiny segments
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How many weights go, and among which. Made by `Pattern.parse`; exact, because `fraction` is a rational.
+
+    fraction: the share pruned, in [0, 1]. kept, of: the N and M of an N:M pattern, None for an unstructured one.
+    """
+
+    fraction: Fraction
+    kept: int | None = None
+    of: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fraction <= 1:
+            value = float(self.fraction)
+            hint = f"; for {value:g} percent write '{value:g}%'" if value > 1 else ""
+            raise ValueError(f"sparsity must lie in [0, 1], got {value:g}{hint}")
+
+    @classmethod
+    def parse(cls, value: str | float | Fraction | Pattern) -> Pattern:
+        """Read "50%", "0.5", 0.5 (a share pruned) or "2:4" (N kept of M). ValueError for anything else."""
+        if isinstance(value, Pattern):
+            return value
+        text = str(value).strip()
+        if ":" in text:
+            return cls._parse_nm(text)
+        try:
+            # Through the decimal text, so that 0.7 means 7/10; the limit turns 0.3333333333333333 back into 1/3.
+            number = value if isinstance(value, Fraction) else Fraction(Decimal(text.removesuffix("%").strip()))
+        except (InvalidOperation, ValueError, OverflowError):
+            number = None
+        if number is None or isinstance(value, bool):
+            raise ValueError(f"pattern {value!r} is neither a sparsity ('50%' or 0.5) nor an N:M pattern ('2:4')")
+        return cls((number / 100 if text.endswith("%") else number).limit_denominator(10**9))
+
+    @classmethod
+    def _parse_nm(cls, text: str) -> Pattern:
+        match = re.fullmatch(r"(\d+)\s*:\s*(\d+)", text)
+        if not match:
+            raise ValueError(f"pattern {text!r} is not of the form N:M. {_NM_HINT}")
+        kept, of = int(match[1]), int(match[2])
+        if of < 1 or kept > of:
+            raise ValueError(f"pattern {text!r} would keep {kept} of {of}. {_NM_HINT}")
+        return cls(Fraction(of - kept, of), kept, of)
+
+    @property
+    def sparsity(self) -> float:
+        """The share pruned, as a float for reports; counts use `pruned_per_group`."""
+        return float(self.fraction)
+
+    @property
+    def is_nm(self) -> bool:
+        return self.of is not None
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.of}" if self.is_nm else f"{float(100 * self.fraction):g}%"
+
+    def check(self, n_inputs: int, name: str) -> None:
+        """Raise ValueError, naming the layer, if an N:M pattern doesn't divide its inputs."""
+        if self.is_nm and n_inputs % self.of:
+            raise ValueError(
+                f"pattern {self} needs a multiple of {self.of} inputs, but layer {name!r} has {n_inputs}; "
+                "leave the layer out or choose another pattern"
+            )
+
+    def pruned_per_group(self, n: int) -> int:
+        """floor(s * n), exact: the zeros among n weights that are compared with one another."""
+        return math.floor(self.fraction * n)
+
+
+def select_mask(score_NK: torch.Tensor, pattern: Pattern, group: str = "output") -> torch.Tensor:
+    """The mask that prunes the lowest scores, with exact counts.
+
+    score_NK: real (N, K) on any device; -> bool (N, K), True = kept. group: the weights compared with one another:
+    "output" (a column, floor(s*N) pruned in each), "layer" (all, floor(s*N*K)) or "input" (a row, floor(s*K)). N:M
+    compares M consecutive inputs of one output and takes no notice of `group`. Among equal scores the lower input
+    goes first, then the lower output. ValueError: NaN scores, an unknown group, an M that doesn't divide N.
+    """
+    if group not in GROUPS:
+        raise ValueError(f"group must be one of {', '.join(GROUPS)}, got {group!r}")
+    if score_NK.ndim != 2:
+        raise ValueError(f"scores must have shape (inputs, outputs), got {tuple(score_NK.shape)}")
+    if bool(score_NK.isnan().any()):
+        raise ValueError(f"{int(score_NK.isnan().sum())} of {score_NK.numel()} scores are NaN")
+    N, K = score_NK.shape
+    if pattern.is_nm:
+        pattern.check(N, "scores")
+        return ~lowest_of_m(score_NK, pattern)
+    if group == "layer":
+        return ~lowest(score_NK.reshape(-1), pattern.pruned_per_group(N * K)).view(N, K)
+    if group == "input":
+        return ~lowest(score_NK.T, pattern.pruned_per_group(K)).T
+    return ~lowest(score_NK, pattern.pruned_per_group(N))
+
+
+def lowest(score: torch.Tensor, k: int) -> torch.Tensor:
+    """True at the k lowest along the first dimension, of equal ones the earlier. No NaN check, no host sync."""
+    import torch
+
+    n = score.shape[0]
+    if k <= 0 or k >= n:
+        return torch.full_like(score, k > 0, dtype=torch.bool)
+    if score.ndim == 1:
+        # kthvalue gives a single block to one long vector on CUDA; topk uses the whole card.
+        threshold = score.topk(k, largest=False, sorted=False).values.max()
+    else:
+        threshold = score.T.contiguous().kthvalue(k, dim=1).values
+    below = score < threshold
+    equal = score == threshold
+    # A 1-d cumsum in int32 is exact below 2**31 entries, far above any layer's size.
+    order = equal.cumsum(0, dtype=torch.int32)
+    return below | (equal & (order <= k - below.sum(0, dtype=torch.int32)))
+
+
+def lowest_of_m(score_NK: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """True at the M - N lowest of every M consecutive inputs; of equal ones the earlier. No checks, no host sync."""
+    import torch
+
+    N, K = score_NK.shape
+    score = score_NK.reshape(N // pattern.of, pattern.of, K)
+    if pattern.of > _SMALL_M:
+        rank = score.argsort(dim=1, stable=True).argsort(dim=1)
+    else:
+        rank = torch.empty(score.shape, dtype=torch.int8, device=score.device)
+        for i in range(pattern.of):
+            mine = score[:, i : i + 1]
+            before = (score < mine).sum(1) + (score[:, :i] == mine).sum(1)
+            rank[:, i] = before.to(torch.int8)
+    return (rank < pattern.of - pattern.kept).view(N, K)

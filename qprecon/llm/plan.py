@@ -1,0 +1,220 @@
+"""Everything that `prune_model` must know and check before the first activation is computed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import qprecon
+from qprecon.llm.blocks import Block, find_blocks
+from qprecon.llm.calibration import calibration_windows
+from qprecon.llm.linears import LinearView, find_linears
+from qprecon.llm.masks import LayerData, get_selector
+from qprecon.llm.masks.given import load_masks
+from qprecon.llm.patterns import Pattern
+from qprecon.llm.targets import as_patterns, check_patterns, matches
+from qprecon.llm.update import UPDATES, Method
+
+PROPAGATE = ("pruned", "dense")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer to prune and its pattern."""
+
+    view: LinearView
+    pattern: Pattern
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Blocks in order, the layers to prune in each, and what was left out: (name, reason)."""
+
+    blocks: tuple[Block, ...]
+    layers: tuple[tuple[LayerPlan, ...], ...]
+    excluded: tuple[tuple[str, str], ...]
+
+    @property
+    def n_layers(self) -> int:
+        return sum(len(layers) for layers in self.layers)
+
+    @property
+    def last(self) -> int:
+        """The index of the last block with a layer to prune."""
+        return max(index for index, layers in enumerate(self.layers) if layers)
+
+
+def plan_layers(
+    model: nn.Module,
+    pattern: str | float | Pattern | Mapping[str, str | float | Pattern],
+    targets: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] | None = None,
+) -> Plan:
+    """Which linears of `model` to prune, and how.
+
+    `pattern` is one for all, or a dict from layer patterns (see `targets.matches`) to patterns: the first that matches a
+    layer is its own, and layers that none matches stay dense. `targets` limits the layers, `ignore` takes some out.
+
+    Raises ValueError for a layer pattern that matches nothing, an N:M pattern that does not divide a layer's inputs
+    (the layer is named), and where no layer is left.
+    """
+    blocks = find_blocks(model)
+    targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
+    per_target = isinstance(pattern, Mapping)
+    patterns = {key: Pattern.parse(value) for key, value in pattern.items()} if per_target else Pattern.parse(pattern)
+    found = [find_linears(block, model=model) for block in blocks]
+    names = [view.name for linears in found for view in linears.views]
+    left_out = [item for linears in found for item in linears.excluded]
+    check_patterns(targets, names, "targets")
+    check_patterns(ignore, names + [name for name, _ in left_out] + _other_linears(model), "ignore")
+    if per_target:
+        check_patterns(as_patterns(patterns, "pattern"), names, "pattern")
+    layers: list[list[LayerPlan]] = []
+    for linears in found:
+        layers.append([])
+        for view in linears.views:
+            own = _pattern_of(view.name, patterns)
+            if own is None or not _wanted(view.name, targets, ignore):
+                left_out.append((view.name, "not asked for"))
+                continue
+            own.check(view.n_inputs, view.name)
+            layers[-1].append(LayerPlan(view, own))
+    if not any(layers):
+        raise ValueError("targets, ignore and pattern together leave no layer to prune")
+    return Plan(tuple(blocks), tuple(tuple(items) for items in layers), tuple(left_out))
+
+
+def _pattern_of(name: str, patterns: Pattern | dict[str, Pattern]) -> Pattern | None:
+    if isinstance(patterns, Pattern):
+        return patterns
+    return next((pattern for key, pattern in patterns.items() if matches(key, name)), None)
+
+
+def _wanted(name: str, targets: Sequence[str], ignore: Sequence[str]) -> bool:
+    chosen = not targets or any(matches(pattern, name) for pattern in targets)
+    return chosen and not any(matches(pattern, name) for pattern in ignore)
+
+
+def _other_linears(model: nn.Module) -> list[str]:
+    # `ignore: lm_head`, as recipes have it, is no typo although heads are never pruned.
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+
+
+def check_method(method: Method, plan: Plan, propagate: str, device: torch.device) -> None:
+    """ValueError (or the backend's own errors) for a method that cannot run: names, options, and patterns it lacks."""
+    if propagate not in PROPAGATE:
+        raise ValueError(f"propagate must be one of {', '.join(PROPAGATE)}, got {propagate!r}")
+    if method.update not in UPDATES:
+        raise ValueError(f"unknown update {method.update!r}; known: {', '.join(UPDATES)}")
+    selector = get_selector(method.mask)
+    if method.update == "own" and not selector.has_own_update:
+        raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
+    asked = {str(layer.pattern): layer.pattern for layers in plan.layers for layer in layers}
+    if selector.patterns is not None and (bad := [text for text in asked if text not in selector.patterns]):
+        raise ValueError(f"mask {method.mask!r} makes {', '.join(selector.patterns)} only, not {bad[0]}")
+    if selector.model_level:
+        _check_learnable(method, plan)
+    elif method.mask != "given":
+        for pattern in asked.values():
+            _try_mask(method, selector, pattern)
+    if method.update in ("optimal", "adam"):
+        _try_solve(method, device)
+
+
+def with_given_masks(method: Method, plan: Plan) -> Method:
+    """For mask "given": the method with its masks read once and checked against every layer of the plan.
+
+    Raises ValueError for a layer without a mask or with one of another shape, and where no masks are given.
+    """
+    if method.mask != "given":
+        return method
+    options = dict(method.mask_options)
+    if "masks" not in options:
+        raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder}")
+    views = [layer.view for layers in plan.layers for layer in layers]
+    masks = load_masks(options.pop("masks"), names=[view.name for view in views], **options)
+    for view in views:
+        if tuple(masks[view.name].shape) != (view.n_inputs, view.n_outputs):
+            raise ValueError(
+                f"layer {view.name!r}: the given mask has shape {tuple(masks[view.name].shape)}, the layer "
+                f"{view.n_inputs} inputs and {view.n_outputs} outputs"
+            )
+    return replace(method, mask_options={"masks": masks})
+
+
+def _check_learnable(method: Method, plan: Plan) -> None:
+    fused = [layer.view.name for layers in plan.layers for layer in layers if layer.view.expert is not None]
+    if fused:
+        raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
+    try:
+        inspect.signature(get_selector(method.mask).learn).bind(None, (), **method.mask_options)
+    except TypeError as error:
+        raise ValueError(f"mask {method.mask!r}: {error}") from error
+
+
+def _try_mask(method: Method, selector: Any, pattern: Pattern) -> None:
+    """Options are refused by the selector itself; a layer of a few weights shows it in no time."""
+    try:
+        inspect.signature(selector.select).bind(None, pattern, **method.mask_options)
+    except TypeError as error:
+        raise ValueError(f"mask {method.mask!r}: {error}") from error
+    if selector.needs_hessian:
+        n = 8 * (pattern.of or 1)
+        weights_NK = torch.linspace(-1, 1, 4 * n).reshape(n, 4)
+        selector.select(LayerData("trial", weights_NK, torch.eye(n), n), pattern, **method.mask_options)
+
+
+def _try_solve(method: Method, device: torch.device) -> None:
+    """A tiny problem: the backend exists, imports, takes these options, and works on this device."""
+    hessian_NN, weights_NK = torch.eye(4, device=device), torch.ones(4, 1, device=device)
+    mask_NK = torch.tensor([[True], [False], [True], [True]], device=device)
+    backend = "adam" if method.update == "adam" else method.backend
+    qprecon.solve(
+        hessian_NN, weights_NK, mask_NK, backend, damping=method.damping, tol=method.tol, **method.solve_options
+    )
+
+
+def calibration_samples(
+    model: nn.Module, calibration: Any, tokenizer: Any, nsamples: int, seqlen: int, seed: int
+) -> list[torch.Tensor]:
+    """The calibration windows, each int64 (T,).
+
+    Token windows (a 2-D integer tensor, or a list of integer tensors) are taken as they are; a long 1-D tensor or text
+    is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`.
+
+    Raises ValueError for too little text (with the counts), windows longer than the model has positions, and token
+    numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
+    """
+    if isinstance(calibration, torch.Tensor) and calibration.ndim == 2:
+        windows = list(calibration)
+    elif isinstance(calibration, list | tuple) and calibration and all(isinstance(c, torch.Tensor) for c in calibration):
+        windows = [window.reshape(-1) for window in calibration]
+    else:
+        cut = calibration_windows(calibration, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)
+        windows = list(cut)
+    if not windows or any(window.numel() == 0 for window in windows):
+        raise ValueError("calibration: no windows of tokens, or an empty one")
+    if any(window.is_floating_point() or window.dtype == torch.bool for window in windows):
+        raise TypeError("calibration: token windows must be integer tensors")
+    windows = [window.to(torch.int64) for window in windows]
+    _check_windows(model, windows)
+    return windows
+
+
+def _check_windows(model: nn.Module, windows: Sequence[torch.Tensor]) -> None:
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    positions, longest = getattr(config, "max_position_embeddings", None), max(w.numel() for w in windows)
+    if isinstance(positions, int) and 0 < positions < longest:
+        raise ValueError(f"windows of {longest} tokens, but the model has {positions} positions: use seqlen={positions}")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    low, high = min(int(w.min()) for w in windows), max(int(w.max()) for w in windows)
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token number {high if high >= vocabulary else low} is outside the model's vocabulary of {vocabulary}: is "
+            "the tokenizer its own?"
+        )

@@ -1,0 +1,122 @@
+"""What was done to a model: one row a layer, and the totals. Saved as JSON beside the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One pruned linear layer.
+
+    Errors are relative reconstruction errors tr(DᵀHD) / tr(WᵀHW), D = new − dense weights, on the undamped H:
+    `error_masked` of the masked dense weights, `error_updated` of the rebuilt ones, `error_stored` of those as rounded
+    to the stored dtype; `rounding_excess` is error_stored / error_updated − 1.
+
+    `relative_gap` is the largest certified relative gap (of the damped problem) over every column, those that fell back
+    included; `uncertified` columns exceed the tolerance; `fallbacks` columns kept their start, because the solver's
+    answer was worse or not finite. All three are None where nothing was solved. `iterations` is the largest of a column.
+    """
+
+    name: str
+    n_inputs: int
+    n_outputs: int
+    pattern: str
+    requested_sparsity: float
+    reached_sparsity: float
+    zeros: int
+    tokens: int
+    error_masked: float
+    error_updated: float
+    error_stored: float
+    rounding_excess: float
+    mask_seconds: float
+    update_seconds: float
+    seconds: float
+    note: str = ""
+    backend: str | None = None
+    relative_gap: float | None = None
+    uncertified: int | None = None
+    iterations: int | None = None
+    fallbacks: int | None = None
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """The outcome of `prune_model`.
+
+    `sparsity` is the share of zeros among the weights of pruned layers, `model_sparsity` among all parameters of the
+    model. `excluded` lists what of the blocks was left dense, with reasons. `phase_seconds` is wall-clock time.
+    """
+
+    layers: tuple[LayerRow, ...]
+    sparsity: float
+    model_sparsity: float
+    parameters: int
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    phase_seconds: dict[str, float]
+    excluded: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def seed(self) -> int:
+        return self.settings["seed"]
+
+    @property
+    def largest_gap(self) -> float | None:
+        """The largest certified relative gap of any column of any layer; None where nothing was solved."""
+        return max((row.relative_gap for row in self.layers if row.relative_gap is not None), default=None)
+
+    @property
+    def fallbacks(self) -> int:
+        """How many columns kept their start."""
+        return sum(row.fallbacks or 0 for row in self.layers)
+
+    def to_json(self) -> str:
+        """The report as JSON text; numbers that JSON lacks (infinities) become null."""
+        data = {"format": 1, **dataclasses.asdict(self), "largest_gap": self.largest_gap, "fallbacks": self.fallbacks}
+        return json.dumps(_plain(data), indent=1, allow_nan=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON to `path`."""
+        path = Path(path)
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        return path
+
+    def summary(self) -> str:
+        """The outcome in a few lines."""
+        masked, stored = self.mean_error("error_masked"), self.mean_error("error_stored")
+        lines = [
+            f"{len(self.layers)} layers pruned to {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)",
+            f"mean relative reconstruction error: {masked:.4g} with the mask alone, {stored:.4g} as stored",
+        ]
+        if self.largest_gap is not None:
+            columns = sum(row.n_outputs for row in self.layers)
+            late = sum(row.uncertified or 0 for row in self.layers)
+            lines.append(
+                f"largest certified relative gap {self.largest_gap:.2e}; {late} of {columns} columns above the tolerance, "
+                f"{self.fallbacks} kept their start"
+            )
+        lines.append(", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
+        lines += [f"note: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+    def mean_error(self, which: str) -> float:
+        """The mean over layers of one of the three errors of a row."""
+        return math.fsum(getattr(row, which) for row in self.layers) / max(len(self.layers), 1)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -1,0 +1,47 @@
+"""Which layers a pattern names: plain names, globs, and regular expressions on dotted names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` names the layer `name` (a full dotted name).
+
+    `re:…` is a regular expression matched from the start of the name (as in llm-compressor's recipes). A pattern with
+    `*`, `?` or `[` is a glob on the whole name. Anything else is a run of whole components: `q_proj`,
+    `self_attn` and `model.layers.0` all match `model.layers.0.self_attn.q_proj`; `proj` does not.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    if any(character in pattern for character in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return f".{pattern}." in f".{name}."
+
+
+def as_patterns(patterns: str | Iterable[str] | None, what: str) -> tuple[str, ...]:
+    """One pattern or several, as a tuple; TypeError for anything that is not text."""
+    if patterns is None:
+        return ()
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise TypeError(f"{what}: a pattern is a non-empty string, got {pattern!r}")
+    return patterns
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str], what: str) -> None:
+    """ValueError, naming the pattern, where one of `patterns` matches none of `names` or is no regular expression."""
+    for pattern in patterns:
+        try:
+            found = any(matches(pattern, name) for name in names)
+        except re.error as error:
+            raise ValueError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
+        if not found:
+            words = sorted({word for name in names for word in (name, *name.split("."))})
+            close = difflib.get_close_matches(pattern, words, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; a name looks like {names[0]!r}" if names else ""
+            raise ValueError(f"{what}: {pattern!r} matches no layer{hint}")

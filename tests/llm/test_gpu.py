@@ -1,0 +1,44 @@
+"""What only a GPU shows: 16-bit products with float32 sums, and blocks that visit the device one at a time."""
+
+import pytest
+import torch
+
+from qprecon.llm import prune_model
+from qprecon.llm.gram import Gram
+
+from .families import build, tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gram_of_each_dtype(dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(2, 2048, 96, device="cuda") * torch.logspace(-2, 2, 96, device="cuda")).to(dtype)
+    matrix = Gram(torch.zeros(96, 96, device="cuda"))
+    for sample in x:
+        matrix.add(sample)
+    rows = x.reshape(-1, 96).double()
+    expected = rows.T @ rows
+    scale = expected.diagonal().sqrt()
+    assert ((matrix.hessian_NN - expected) / torch.outer(scale, scale)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("store", [None, "cpu"])
+def test_a_model_in_host_memory(family, store):
+    on_cpu, visiting = build(family), build(family)
+    arguments = dict(mask="magnitude", backend="cholesky", progress=False)
+    prune_model(on_cpu, tokens(8), device="cpu", **arguments)
+    report = prune_model(visiting, tokens(8), device="cuda", store=store, **arguments)
+    assert report.settings["device"].startswith("cuda")
+    for a, b in zip(on_cpu.parameters(), visiting.parameters(), strict=True):
+        assert b.device.type == "cpu" and torch.equal(a == 0, b == 0)
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+def test_a_model_on_the_gpu_stays_there():
+    model = build("gemma3").bfloat16().cuda()
+    report = prune_model(model, tokens(4), backend="cholesky", progress=False)
+    assert all(p.is_cuda and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert report.largest_gap <= 1e-4

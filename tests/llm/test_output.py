@@ -1,0 +1,83 @@
+"""The output folder: complete or absent, and never over something else."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qprecon.llm import output, prune_model
+
+from .families import build, tokens
+
+
+def prune(model, out, **arguments):
+    arguments = {"update": "none", "progress": False, "targets": "layers.0"} | arguments
+    return prune_model(model, tokens(2), out=out, **arguments)
+
+
+def test_what_the_folder_holds(tmp_path):
+    model = build("gemma3")
+    model.generation_config.temperature, model.generation_config.do_sample = 0.25, True
+    report = prune(model, tmp_path / "deep" / "out", update="optimal", backend="cholesky")
+    out = tmp_path / "deep" / "out"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert json.loads((out / "qprecon_report.json").read_text())["settings"] == json.loads(report.to_json())["settings"]
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.25
+    card = (out / "README.md").read_text()
+    assert "no smaller" in card and "Largest certified relative gap" in card
+    keys = output_keys(out)
+    assert "lm_head.weight" not in keys and "model.embed_tokens.weight" in keys  # one copy of tied weights
+
+
+def output_keys(out):
+    from safetensors import safe_open
+
+    with safe_open(out / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def test_a_folder_that_holds_something_else_is_refused_first(tmp_path):
+    (tmp_path / "thesis.txt").write_text("irreplaceable")
+    model = build("llama")
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(FileExistsError, match="holds something else"):
+        prune(model, tmp_path)
+    with pytest.raises(FileExistsError, match="is a file"):
+        prune(model, tmp_path / "thesis.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_an_empty_folder_and_an_earlier_output_are_used(tmp_path):
+    (tmp_path / "out").mkdir()
+    prune(build("llama"), tmp_path / "out")
+    (tmp_path / "out" / "stale.bin").write_text("of the earlier run")
+    prune(build("llama"), tmp_path / "out", sparsity=0.25)
+    assert json.loads((tmp_path / "out" / "qprecon_report.json").read_text())["settings"]["pattern"] == "25%"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "stale.bin").exists()
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    def full_disk(report):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(output, "model_card", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        prune(build("llama"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_by_path(tmp_path):
+    build("llama").bfloat16().save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="out="):
+        prune(tmp_path / "dense", None)
+    with pytest.raises(FileNotFoundError):
+        prune(tmp_path / "absent", tmp_path / "out")
+    report = prune(str(tmp_path / "dense"), tmp_path / "out")
+    with pytest.raises(ValueError, match="the model's own folder"):
+        prune(tmp_path / "out", tmp_path / "out" / ".." / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
+    assert again.dtype == torch.bfloat16 and report.settings["model"] == str(tmp_path / "dense")
+    assert (again.model.layers[0].mlp.up_proj.weight == 0).float().mean() == 0.5
+    assert (again.model.layers[1].mlp.up_proj.weight == 0).float().mean() < 0.1

@@ -1,0 +1,173 @@
+"""Which layers are pruned, and what is refused before calibration starts."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qprecon.errors import UnknownBackendError
+from qprecon.llm import prune_model
+from qprecon.llm.plan import calibration_samples, plan_layers
+from qprecon.llm.targets import matches
+
+from .families import FUSED, build, tokens
+
+Q0 = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        (Q0, True), ("q_proj", True), ("self_attn", True), ("model.layers.0", True), ("layers.0.self_attn", True),
+        ("proj", False), ("q_pro", False), ("model.layers", True), ("layers.00", False), ("*q_proj", True), ("*.0.*", True),
+        ("q_*", False), ("model.layers.[12].*", False), ("re:.*q_proj$", True), ("re:q_proj", False), ("re:model\\.", True),
+    ],
+)  # fmt: skip
+def test_matching(pattern, expected):
+    assert matches(pattern, Q0) is expected
+
+
+def names(plan):
+    return [layer.view.name for layers in plan.layers for layer in layers]
+
+
+def test_targets_and_ignore():
+    model = build("llama")
+    assert len(names(plan_layers(model, 0.5))) == 21
+    assert set(names(plan_layers(model, 0.5, ignore=["self_attn", "lm_head"]))) == {
+        f"model.layers.{i}.mlp.{x}_proj" for i in range(3) for x in ("gate", "up", "down")
+    }
+    plan = plan_layers(model, 0.5, targets=["re:.*layers.0.*", "o_proj"], ignore="*k_proj")
+    assert names(plan).count("model.layers.2.self_attn.o_proj") == 1 and len(names(plan)) == 8
+    assert ("model.layers.0.self_attn.k_proj", "not asked for") in plan.excluded
+
+
+def test_patterns_by_layer():
+    plan = plan_layers(build("llama"), {"layers.0": "2:4", "mlp": 0.3})
+    found = {layer.view.name: str(layer.pattern) for layers in plan.layers for layer in layers}
+    assert found[Q0] == "2:4" and found["model.layers.0.mlp.up_proj"] == "2:4"
+    assert found["model.layers.2.mlp.up_proj"] == "30%" and "model.layers.2.self_attn.q_proj" not in found
+
+
+def test_routers_stay_dense_and_are_listed():
+    excluded = {name.removesuffix(".weight"): why for name, why in plan_layers(build("qwen2-moe"), 0.5).excluded}
+    assert excluded["model.layers.1.mlp.shared_expert_gate"] == "router of a mixture of experts"
+    assert excluded["model.layers.1.mlp.gate"] == "router of a mixture of experts"
+
+
+class ListExperts(nn.Module):
+    """A mixture of experts as transformers 4 has them: linears in a list, and a linear for a router."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2))
+
+
+def test_routers_that_are_linears():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"moe": ListExperts()}) for _ in range(3))
+    plan = plan_layers(model, 0.5)
+    assert len(names(plan)) == 12 and [name for name, _ in plan.excluded] == [f"layers.{i}.moe.gate" for i in range(3)]
+    assert all(layer.view.may_be_idle for layers in plan.layers for layer in layers)
+
+
+def test_tied_linears_stay_dense():
+    model = build("llama")
+    model.model.layers[1].self_attn.q_proj.weight = model.model.layers[2].self_attn.q_proj.weight
+    plan = plan_layers(model, 0.5)
+    assert len(names(plan)) == 19 and sum("tied" in reason for _, reason in plan.excluded) == 2
+
+
+def test_quantised_layers_are_refused():
+    model = build("llama")
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj: .*int8"):
+        plan_layers(model, 0.5)
+
+
+class Untouched:
+    """Calibration data that must not be looked at."""
+
+    def __getattribute__(self, name):
+        raise AssertionError("calibration was touched before the arguments were checked")
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(targets=["q_prj"]), ValueError, r"targets: 'q_prj' matches no layer; did you mean 'q_proj'\?"),
+        (dict(ignore=["lm_haed"]), ValueError, "ignore: 'lm_haed' matches no layer"),
+        (dict(targets="re:(("), ValueError, r"targets: 're:\(\(' is not a regular expression"),
+        (dict(pattern={"qq": 0.5}), ValueError, "pattern: 'qq' matches no layer"),
+        (dict(ignore="model"), ValueError, "leave no layer"),
+        (dict(mask="wnada"), ValueError, "unknown mask 'wnada'; did you mean 'wanda'"),
+        (dict(update="best"), ValueError, "unknown update 'best'"),
+        (dict(update="own"), ValueError, "mask 'wanda' has no weight update of its own"),
+        (dict(propagate="both"), ValueError, "propagate must be one of"),
+        (dict(backend="cholski"), UnknownBackendError, "cholski"),
+        (dict(backend="cholesky", solve_options={"rank": 3}), ValueError, "no option 'rank'"),
+        (dict(mask_options={"grouping": 1}), ValueError, "mask 'wanda'.*grouping"),
+        (dict(mask_options={"group": "rows"}), ValueError, "group must be one of"),
+        (dict(mask="given"), ValueError, "mask 'given' needs mask_options"),
+        (dict(mask="given", mask_options={"masks": {Q0: torch.ones(32, 32)}}), ValueError, "no mask is given for layer"),
+        (dict(mask="proxsparse"), ValueError, "mask 'proxsparse' makes 2:4 only, not 50%"),
+        (dict(mask="proxsparse", pattern="2:4", mask_options={"lamda": 1}), ValueError, "mask 'proxsparse'.*lamda"),
+        (dict(sparsity=1.5), ValueError, r"sparsity must lie in \[0, 1\]"),
+        (dict(damping=-1.0), ValueError, "damping"),
+        (dict(pattern="3:5"), ValueError, "layers.0.self_attn.q_proj"),
+        (dict(device="cuda:77"), (ValueError, RuntimeError, AssertionError), "(?i)cuda"),
+    ],
+)
+def test_bad_arguments_are_refused_before_calibration(arguments, error, message):
+    model = build("llama")
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(error, match=message):
+        prune_model(model, Untouched(), progress=False, **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_masks_of_another_shape_and_experts_that_cannot_be_learned():
+    masks = {Q0: torch.ones(32, 31)}
+    with pytest.raises(ValueError, match=r"q_proj': the given mask has shape \(32, 31\)"):
+        prune_model(build("llama"), Untouched(), mask="given", mask_options={"masks": masks}, targets=Q0, progress=False)
+    if not FUSED:
+        return
+    with pytest.raises(ValueError, match=r"fused experts such as model\.layers\.0\.mlp\.experts\.0\."):
+        prune_model(build("mixtral"), Untouched(), mask="proxsparse", pattern="2:4", progress=False)
+
+
+def test_nm_that_does_not_divide_names_the_layer():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=10, num_hidden_layers=1,
+                                         num_attention_heads=2))  # fmt: skip
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.down_proj' has 10"):
+        prune_model(model, Untouched(), pattern="2:4", progress=False)
+    plan_layers(model, "2:4", ignore="down_proj")
+
+
+def samples_of(model, calibration, nsamples=3, seqlen=8):
+    return calibration_samples(model, calibration, None, nsamples, seqlen, 0)
+
+
+def test_windows_are_taken_as_they_are_and_long_tokens_cut():
+    model, windows = build("llama"), tokens(5)
+    assert torch.equal(torch.stack(samples_of(model, windows)), windows)
+    assert torch.equal(torch.stack(samples_of(model, list(windows.int()))), windows)
+    cut = samples_of(model, windows.flatten())
+    rows = {tuple(row.tolist()) for row in windows.reshape(-1, 8)}
+    assert len(cut) == 3 and all(tuple(sample.tolist()) in rows for sample in cut)
+
+
+def test_bad_calibration():
+    model = build("llama")
+    with pytest.raises(ValueError, match="too little.* 160 tokens.* 20 windows of 8; 256 wanted"):
+        samples_of(model, tokens(5).flatten(), nsamples=256)
+    with pytest.raises(ValueError, match="windows of 65 tokens, but the model has 64 positions: use seqlen=64"):
+        samples_of(model, tokens(2, 65))
+    with pytest.raises(ValueError, match="token number 97 is outside the model's vocabulary of 97"):
+        samples_of(model, torch.tensor([[3, 97, 4]]))
+    with pytest.raises(TypeError, match="integer"):
+        samples_of(model, torch.rand(2, 8))
+    with pytest.raises(ValueError, match="no windows"):
+        samples_of(model, torch.zeros(0, 8, dtype=torch.long))
