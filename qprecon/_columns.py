@@ -16,7 +16,7 @@ import numpy as np
 from . import registry
 from .audit import Audit, Certificate, audit, relative_gap
 from .errors import BackendBrokenError
-from .interop import Array, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
+from .interop import Array, as_given_back, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
 from .linalg import column_dots
 from .normalise import ColumnScaling, Scaling
 from .problem import ColumnQP
@@ -272,8 +272,8 @@ def _run(
             f"backend {setup.loaded.record.name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, "
             f"not {tuple(chunk.start_NK.shape)}"
         )
-    answer_NK = scale.unscale_weights(back_to(raw.weights_NK, weights_NK))
-    return raw, problem.clip(answer_NK, wanted)
+    answer_NK = problem.clip(scale.unscale_weights(back_to(raw.weights_NK, weights_NK)), wanted)
+    return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
 
 
 def _scaled_objective(setup: Setup, scale: ColumnScaling, figures: Audit, local: np.ndarray, wanted: Any) -> Array:
