@@ -185,7 +185,7 @@ BUILT_IN = (
         "adam",
         "qprecon.backends.adam",
         "Adam over a grid of learning rates, as the paper compares it; a reference",
-        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), form="masked", warm_start=True),
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), form="masked", scaling="none"),
     ),
     Backend(
         "mpax",
@@ -209,7 +209,7 @@ BUILT_IN = (
         "any QP solver that cvxpy has installed; a reference",
         requires=("cvxpy",),
         extra="cvxpy",
-        capabilities=Capabilities(bounds=True, dtypes=("float64",)),
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
 )
 

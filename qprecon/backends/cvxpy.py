@@ -166,7 +166,7 @@ def _reduced(hessian_NN: np.ndarray) -> Callable[..., Solved]:
 def _solved(problem: cp.Problem, variable: cp.Variable, settings: dict[str, Any]) -> Solved:
     try:
         problem.solve(warm_start=False, **settings)
-    except cp.SolverError as error:
+    except (cp.SolverError, ValueError) as error:  # solvers' own interfaces refuse what they cannot do with a ValueError
         return None, f"solver error: {str(error)[:80]}", 0
     word = _WORDS.get(problem.status, problem.status)
     iterations = problem.solver_stats.num_iters if problem.solver_stats is not None else 0
