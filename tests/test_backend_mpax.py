@@ -113,7 +113,25 @@ def test_paper_skips_a_layer_that_did_not_converge():
     assert (solution.status[:-1] == qprecon.Status.ITERATION_LIMIT).all()
 
 
-def test_calling_form_without_jit():
+def test_calling_form_without_jit(monkeypatch):
+    """Neither padded nor compiled here. The real thing compiles for half a minute at every call: see the next test."""
+    from qprecon.backends import mpax
+
+    widths = []
+
+    def stand_in(qp, c_NB, *rest):
+        widths.append(c_NB.shape[1])
+        return jax.numpy.zeros_like(c_NB), jax.numpy.full(c_NB.shape[1], 6), jax.numpy.full(c_NB.shape[1], 137)
+
+    monkeypatch.setattr(mpax, "solve_columns", stand_in)
+    h, w, mask = problem(n=24, k=6)
+    solution = qprecon.solve(h, w, mask, backend="mpax", damping=0.01, jit=False, batch=3)
+    assert widths == [3, 2] and solution.timing.compile == 0.0
+    assert (solution.status[:-1] == qprecon.Status.ITERATION_LIMIT).all()
+
+
+@pytest.mark.skipif(os.environ.get("QPRECON_FULL_CONTRACT") != "1", reason="half a minute; QPRECON_FULL_CONTRACT=1 runs it")
+def test_calling_form_without_jit_for_real():
     h, w, mask = problem(n=24, k=3)
     handlers = list(logging.getLogger().handlers)
     solution = qprecon.solve(h, w, mask, backend="mpax", damping=0.01, jit=False)
