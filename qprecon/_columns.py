@@ -15,6 +15,7 @@ import numpy as np
 
 from . import registry
 from .audit import Audit, Certificate, audit, relative_gap
+from .errors import BackendBrokenError
 from .interop import Array, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
 from .linalg import column_dots
 from .normalise import ColumnScaling, Scaling
@@ -85,6 +86,63 @@ class _Start:
     energy_K: np.ndarray  # scale of the objective, positive where anything is to be gained
 
 
+@dataclass(eq=False)
+class _Work:
+    """A chunk in progress: the best weights so far, their figures, and what the backend said of each column."""
+
+    start: _Start
+    columns: Any  # index of the chunk in the problem
+    weights_NK: Array
+    figures: Audit
+    gap_K: np.ndarray  # relative
+    reported: np.ndarray
+    iterations: np.ndarray
+    fell_back: np.ndarray
+    certified: np.ndarray  # whether the figures hold a certificate: the start's do not
+
+    @staticmethod
+    def begin(setup: Setup, start: _Start, columns: Any) -> _Work:
+        k = _width(columns)
+        gap_K = relative_gap(setup.problem, start.audit, start.baseline_K, start.energy_K)
+        no_K = np.zeros(k, dtype=bool)
+        words, none_K = np.full(k, "not run", dtype=object), np.zeros(k, dtype=np.int64)
+        return _Work(start, columns, start.weights_NK, start.audit, gap_K, words, none_K, no_K, no_K.copy())
+
+    def accept(self, setup: Setup, local: np.ndarray, raw: registry.RawColumns, answer_NK: Array) -> None:
+        """Audit the answers to the local columns and keep each where it is no worse than what was there."""
+        first = self.reported[local] == "not run"
+        self.reported[local] = raw.reported_status
+        self.iterations[local] += raw.iterations
+        fresh = audit(setup.problem, setup.cert, answer_NK, _compose(self.columns, local, self.weights_NK))
+        with np.errstate(invalid="ignore"):
+            better_K = np.isfinite(fresh.objective) & (fresh.objective <= self.figures.objective[local])
+        self._replace(setup, local, better_K, answer_NK, fresh)
+        self.fell_back[local] |= first & ~better_K
+        self.fell_back[local] &= ~better_K
+        self.certified[local] |= better_K
+
+    def certify_starts(self, setup: Setup, tol: float) -> None:
+        """Columns that still are their start, which was audited without a certificate, get theirs."""
+        local = np.flatnonzero(~self.certified & (self.gap_K > tol))
+        if len(local):
+            some_NK = self.weights_NK[:, _some(local, self.weights_NK)]
+            fresh = audit(setup.problem, setup.cert, some_NK, _compose(self.columns, local, self.weights_NK))
+            self._replace(setup, local, np.ones(len(local), dtype=bool), some_NK, fresh)
+
+    def _replace(self, setup: Setup, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Audit) -> None:
+        xp, some = namespace(self.weights_NK), _some(local, self.weights_NK)
+        mixed_NK = xp.where(_like(better_K, answer_NK)[None, :], answer_NK, self.weights_NK[:, some])
+        mixed = _choose(better_K, fresh, _take(self.figures, local, some))
+        if len(local) == self.weights_NK.shape[1]:
+            self.weights_NK, self.figures = mixed_NK, mixed
+        else:
+            self.weights_NK[:, some] = mixed_NK
+            self.figures.rho_NK[:, some] = mixed.rho_NK
+            for name in ("objective", "gap_bound", "stationarity", "violation"):
+                getattr(self.figures, name)[local] = getattr(mixed, name)
+        self.gap_K = relative_gap(setup.problem, self.figures, self.start.baseline_K, self.start.energy_K)
+
+
 def solve_in_chunks(
     setup: Setup, limits: Limits, warm_NK: Array | None, batch_size: int | None
 ) -> tuple[Columns, dict[str, Any]]:
@@ -114,48 +172,50 @@ def solve_in_chunks(
 def _solve_chunk(setup: Setup, limits: Limits, warm_NK: Array | None, columns: Any, out: Columns) -> None:
     clock = time.monotonic()
     start = _start(setup, warm_NK, columns)
+    work = _Work.begin(setup, start, columns)
     clock = _lap(setup, clock, out, "audit_seconds")
-    weights_NK, figures, gap_K = start.weights_NK, start.audit, None
-    local = np.arange(_width(columns))  # the columns of this chunk that are still to be improved
-    gap_K = _gap(setup, figures, start, slice(None))
-    reported = np.full(len(local), "not run", dtype=object)
-    iterations = np.zeros(len(local), dtype=np.int64)
-    tolerance, fell_K = 0.5 * limits.tol, np.zeros(len(local), dtype=bool)
-    local = local[gap_K > limits.tol]
+    local = np.flatnonzero(work.gap_K > limits.tol)  # the columns of this chunk that are still to be improved
+    tolerance = 0.5 * limits.tol
     for round_ in range(_ROUNDS):
-        if not len(local) or (limits.expired and round_ == 0 and _mark(reported, local, "time_limit")) or limits.expired:
+        if not len(local):
             break
-        raw, answer_NK = _run(setup, limits, start, columns, local, weights_NK, figures, tolerance)
+        if limits.expired:
+            work.reported[local] = "time_limit"
+            break
+        raw, answer_NK = _run(setup, limits, work, local, tolerance)
         clock = _lap(setup, clock, out, "solve_seconds")
-        reported[local] = raw.reported_status
-        iterations[local] += raw.iterations
         _merge_extras(out.extras, raw.extras)
-        before_K = gap_K[local]
-        weights_NK, figures, worse_K = _keep_better(setup, columns, local, weights_NK, figures, answer_NK)
-        gap_K = _gap(setup, figures, start, slice(None))
+        before_K = work.gap_K[local]
+        work.accept(setup, local, raw, answer_NK)
         clock = _lap(setup, clock, out, "audit_seconds")
-        if round_ == 0:
-            fell_K[local] = worse_K
-        failing_K = gap_K[local] > limits.tol
-        if not failing_K.any() or not _worth_another(setup, before_K, gap_K[local], failing_K, raw, round_):
+        failing_K = work.gap_K[local] > limits.tol
+        if not _worth_another(setup, before_K, work.gap_K[local], failing_K, raw, round_):
             break
         local = local[failing_K]
-        ratio = float(np.median(gap_K[local][np.isfinite(gap_K[local])])) / limits.tol if np.isfinite(gap_K[local]).any() else 1e6
-        tolerance *= float(np.clip(0.3 / ratio, 1e-4, 0.3))
-    _store(setup, limits, columns, out, weights_NK, figures, gap_K, reported, iterations, fell_K, start)
+        tolerance *= _tightening(work.gap_K[local], limits.tol)
+    work.certify_starts(setup, limits.tol)
+    _store(setup, limits, work, out)
+    _lap(setup, clock, out, "audit_seconds")
+
+
+def _tightening(gap_K: np.ndarray, tol: float) -> float:
+    """By how much the backend must do better for the failing columns' certified gaps to pass."""
+    finite_K = gap_K[np.isfinite(gap_K)]
+    ratio = float(np.median(finite_K)) / tol if len(finite_K) else 1e6
+    return float(np.clip(0.3 / ratio, 1e-4, 0.3))
 
 
 def _start(setup: Setup, warm_NK: Array | None, columns: Any) -> _Start:
     problem = setup.problem
     masked_NK = problem.clip(cast(problem.weights_NK[:, columns], setup.dtype), columns)
-    figures = audit(problem, setup.cert, masked_NK, columns)
+    figures = audit(problem, setup.cert, masked_NK, columns, certify=False)
     baseline_K = figures.objective.copy()
     energy_K = _energy(setup, masked_NK, figures, columns)
     if warm_NK is None:
         return _Start(masked_NK, figures, baseline_K, energy_K)
     xp = namespace(masked_NK)
     warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
-    warm_figures = audit(problem, setup.cert, warm_chunk_NK, columns)
+    warm_figures = audit(problem, setup.cert, warm_chunk_NK, columns, certify=False)
     with np.errstate(invalid="ignore"):
         better_K = warm_figures.objective < figures.objective
     weights_NK = xp.where(_like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
@@ -168,7 +228,7 @@ def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.
     """
     problem = setup.problem
     if problem.rhs_NK is None:
-        return figures.objective
+        return figures.objective.copy()  # the figures are updated in place
     back_NK = cast(problem.weights_NK[:, columns], "float64") - cast(masked_NK, "float64")
     g_NK = problem.linear("float64", columns)
     quadratic_K = column_dots(back_NK, figures.rho_NK - g_NK)
@@ -182,25 +242,19 @@ def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.
 
 
 def _run(
-    setup: Setup,
-    limits: Limits,
-    start: _Start,
-    columns: Any,
-    local: np.ndarray,
-    weights_NK: Array,
-    figures: Audit,
-    tolerance: float,
+    setup: Setup, limits: Limits, work: _Work, local: np.ndarray, tolerance: float
 ) -> tuple[registry.RawColumns, Array]:
     """Hand the local columns to the backend, normalised; returns its answer in the problem's units, feasible."""
+    start, weights_NK, figures = work.start, work.weights_NK, work.figures
     problem, some = setup.problem, _some(local, weights_NK)
-    wanted = _compose(columns, local, weights_NK)
+    wanted = _compose(work.columns, local, weights_NK)
     scale = setup.scaling.columns(start.energy_K[local])
     lib = lambda x: to_library(x, setup.library)  # noqa: E731
     scaled = lambda x: None if x is None else lib(scale.weights(cast(x[:, wanted], setup.dtype)))  # noqa: E731
     g_NK = problem.linear(setup.dtype, wanted)
     chunk = registry.Chunk(
         weights_NK=scaled(problem.weights_NK),
-        mask_NK=lib(problem.mask_NK[:, wanted]),
+        mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
         start_NK=lib(scale.weights(weights_NK[:, some])),
         residual_NK=lib(scale.linear(cast(figures.rho_NK[:, some], setup.dtype))),
         start_objective_K=lib(_scaled_objective(setup, scale, figures, local, wanted)),
@@ -213,6 +267,11 @@ def _run(
         deadline=limits.deadline,
     )
     raw = setup.solve_chunk(chunk)
+    if tuple(raw.weights_NK.shape) != tuple(chunk.start_NK.shape):
+        raise BackendBrokenError(
+            f"backend {setup.loaded.record.name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, "
+            f"not {tuple(chunk.start_NK.shape)}"
+        )
     answer_NK = scale.unscale_weights(back_to(raw.weights_NK, weights_NK))
     return raw, problem.clip(answer_NK, wanted)
 
@@ -225,61 +284,27 @@ def _scaled_objective(setup: Setup, scale: ColumnScaling, figures: Audit, local:
     return scale.objective(objective_K)
 
 
-def _keep_better(
-    setup: Setup, columns: Any, local: np.ndarray, weights_NK: Array, figures: Audit, answer_NK: Array
-) -> tuple[Array, Audit, np.ndarray]:
-    """Audit the answers and keep each only where it beats what was there; also says where it did not."""
-    xp = namespace(weights_NK)
-    some = _some(local, weights_NK)
-    fresh = audit(setup.problem, setup.cert, answer_NK, _compose(columns, local, weights_NK))
-    old = _take(figures, local, some)
-    with np.errstate(invalid="ignore"):
-        better_K = np.isfinite(fresh.objective) & (fresh.objective <= old.objective)
-        # on equal footing (rounding decides) the smaller certified gap wins
-    mixed_NK = xp.where(_like(better_K, weights_NK)[None, :], answer_NK, weights_NK[:, some])
-    mixed = _choose(better_K, fresh, old)
-    if len(local) == weights_NK.shape[1]:
-        return mixed_NK, mixed, ~better_K
-    weights_NK[:, some] = mixed_NK
-    figures.rho_NK[:, some] = mixed.rho_NK
-    for name in ("objective", "gap_bound", "stationarity", "violation"):
-        getattr(figures, name)[local] = getattr(mixed, name)
-    return weights_NK, figures, ~better_K
-
-
 def _worth_another(
     setup: Setup, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: registry.RawColumns, round_: int
 ) -> bool:
     """Another round helps only a backend that continues, was not stopped by a limit, and still makes progress."""
-    if not setup.loaded.record.capabilities.warm_start:
+    if not failing_K.any():
+        return False
+    if not setup.loaded.capabilities.warm_start:
         return False
     if np.isin(np.asarray(raw.reported_status, dtype=object), list(_LIMITS)).all():
         return False
     return round_ == 0 or bool((after_K[failing_K] < 0.5 * before_K[failing_K]).any())
 
 
-def _gap(setup: Setup, figures: Audit, start: _Start, columns: Any) -> np.ndarray:
-    return relative_gap(setup.problem, figures, start.baseline_K[columns], start.energy_K[columns])
-
-
-def _store(
-    setup: Setup,
-    limits: Limits,
-    columns: Any,
-    out: Columns,
-    weights_NK: Array,
-    figures: Audit,
-    gap_K: np.ndarray,
-    reported: np.ndarray,
-    iterations: np.ndarray,
-    fell_K: np.ndarray,
-    start: _Start,
-) -> None:
+def _store(setup: Setup, limits: Limits, work: _Work, out: Columns) -> None:
+    columns, start, figures, gap_K, fell_K = work.columns, work.start, work.figures, work.gap_K, work.fell_back
+    reported, iterations, weights_NK = work.reported, work.iterations, work.weights_NK
     status = np.full(len(gap_K), Status.INACCURATE, dtype=object)
     for word, member in _LIMITS.items():
         status[reported == word] = member
     if setup.cert.factor_NN is None:
-        status[(status == Status.INACCURATE) & (figures.gap_bound >= figures.objective)] = Status.UNCERTIFIED
+        status[(status == Status.INACCURATE) & ~(figures.gap_bound < figures.objective)] = Status.UNCERTIFIED
     status[fell_K] = Status.FELL_BACK
     status[gap_K <= limits.tol] = Status.OPTIMAL
     out.weights_NK[:, columns] = weights_NK

@@ -11,7 +11,7 @@ from .errors import BackendBrokenError, UnsupportedError
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
 from .linalg import exact_float32
 from .normalise import layer_scaling
-from .problem import ColumnQP
+from .problem import ColumnQP, as_number
 from .solution import Provenance, Solution, Timing
 
 
@@ -46,7 +46,7 @@ def solve(
         mask: (N, K), 1 or True = kept. Columns are independent.
         backend: a name from ``available_backends()``, or "auto".
         rhs: (N, K) right-hand side b; None means HW, which asks for W's outputs back.
-        lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only.
+        lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only. Rounded to ``dtype``.
         damping: δ ≥ 0. 0.01 is usual and makes the answer unique and certifiable.
         tol: certified relative gap that makes a column ``OPTIMAL``.
         max_iterations, time_limit: limits for the backend; seconds for the whole call.
@@ -70,6 +70,10 @@ def solve(
     dtype, why_dtype = automatic.choose_dtype(problem, tol, dtype)
     name, why_backend = automatic.choose_backend(problem, dtype) if backend == "auto" else (backend, None)
     loaded = registry.load(registry.find(name), backend_options)
+    if why_dtype and dtype not in loaded.record.capabilities.dtypes:
+        dtype = loaded.record.capabilities.dtypes[-1]
+        why_dtype = f"{dtype}: backend {name!r} has no other"
+    problem.round_bounds(dtype)
     _check_capabilities(loaded.record, problem, dtype)
     warm_NK = _check_warm_start(warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
@@ -87,11 +91,11 @@ def solve(
 def _set_up(problem: ColumnQP, loaded: registry.Loaded, dtype: str) -> _columns.Setup:
     cert = certificate(problem)
     damped_NN = cast(cert.damped_NN, dtype)
-    capabilities = loaded.record.capabilities
+    capabilities = loaded.capabilities
     scaling = layer_scaling(capabilities.scaling, damped_NN)
     own = problem.place.library
     library = own if own in capabilities.libraries else capabilities.libraries[0]
-    ridge = problem.ridge / scaling.hessian_scale if capabilities.scaling == "mean" else 0.0
+    ridge = problem.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
     system = registry.System(to_library(scaling.hessian(damped_NN), library), ridge)
     try:
         solve_chunk = loaded.prepare(system, loaded.options)
@@ -142,12 +146,12 @@ def _assemble(
 
 
 def _check_numbers(tol: float, max_iterations: int | None, time_limit: float | None, batch_size: int | None) -> None:
-    if not 0.0 < tol < 1.0:
+    if not 0.0 < as_number(tol) < 1.0:
         raise ValueError(f"tol must lie between 0 and 1, got {tol!r}")
     for name, value in (("max_iterations", max_iterations), ("batch_size", batch_size)):
-        if value is not None and (value != int(value) or value < 1):
+        if value is not None and not (as_number(value) >= 1.0 and as_number(value).is_integer()):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if time_limit is not None and not time_limit > 0.0:
+    if time_limit is not None and not as_number(time_limit) > 0.0:
         raise ValueError(f"time_limit must be positive seconds, got {time_limit!r}")
 
 

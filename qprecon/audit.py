@@ -39,6 +39,8 @@ class Certificate:
         factor_NN: L with LLᵀ ⪯ A, or None where A is not positive definite to working precision.
         lambda_min: verified lower bound on the smallest eigenvalue of A on its live inputs; 0.0 without a factor.
         dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has 1s for them: no feasible residual reaches them.
+        semidefinite: whether A has no negative eigenvalue beyond float64 rounding, so that f* ≥ 0 holds for the default rhs. A
+            singular Gram matrix that was accumulated or stored in float32 fails this.
     """
 
     damped_NN: Array
@@ -46,6 +48,7 @@ class Certificate:
     lambda_min: float
     norm: float  # Frobenius norm of A
     dead_N: Array | None = None
+    semidefinite: bool = True
 
     @property
     def rounding(self) -> float:
@@ -90,12 +93,19 @@ def certificate(problem: ColumnQP) -> Certificate:
             factor_NN = cholesky(add_to_diagonal(live_NN, -trial))
         if factor_NN is not None:
             return Certificate(a_NN, factor_NN, trial - 2.0 * error, norm, dead_N if any_dead else None)
-    _refuse_indefinite(a_NN, max(100.0 * error, 1e-6 * mean))
-    return Certificate(a_NN, None, 0.0, norm)
+    semidefinite = mean == 0.0 or cholesky(add_to_diagonal(a_NN, 100.0 * error)) is not None
+    if not semidefinite:
+        _refuse_indefinite(a_NN, max(100.0 * error, 1e-6 * mean))
+    return Certificate(a_NN, None, 0.0, norm, semidefinite=semidefinite)
 
 
-def audit(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None)) -> Audit:
-    """Audit ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``."""
+def audit(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None), *, certify: bool = True
+) -> Audit:
+    """Audit ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``.
+
+    Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite.
+    """
     w_NK = cast(problem.weights_NK[:, columns], "float64")
     new_NK = cast(weights_NK, "float64")
     mask_NK = problem.mask_NK[:, columns]
@@ -108,8 +118,8 @@ def audit(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any 
         objective_K = objective_K - column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
         rho_NK = rho_NK + g_NK
     free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
-    gap_K = price_K + _quadratic_term(cert, free_NK, back_NK, mask_NK)
-    if g_NK is None:
+    gap_K = price_K + (_quadratic_term(cert, free_NK, back_NK, mask_NK) if certify else np.inf)
+    if g_NK is None and cert.semidefinite:
         xp = namespace(objective_K)
         objective_K = xp.maximum(objective_K, xp.zeros_like(objective_K))
         gap_K = xp.where(gap_K < objective_K, gap_K, objective_K)  # f* ≥ 0, also where there is no certificate (NaN)
@@ -197,6 +207,9 @@ def _per_column_term(cert: Certificate, free_NK: Array, noise_K: Array, mask_NK:
             break
         block_II = a_NN[np.ix_(index_I, index_I)]
         live_I = block_II.diagonal() > 0  # dead inputs have zero rows: they cost and gain nothing
+        if (s_NK[index_I[~live_I], j] != 0).any():  # unless an explicit rhs pulls at one: unbounded
+            out_K[j] = np.inf
+            continue
         out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], noise[j])
     if kind_of(free_NK) == "torch":
         return namespace(free_NK).as_tensor(out_K, device=free_NK.device)

@@ -66,6 +66,9 @@ def box_form(problem: ColumnQP) -> BoxForm:
 
 def reduced_form(problem: ColumnQP, column: int) -> ReducedForm:
     """The unconstrained form of one column; its bounds are infinite unless the problem has some."""
+    if not -problem.n_columns <= column < problem.n_columns:
+        raise IndexError(f"column {column} is not there: the problem has {problem.n_columns} columns")
+    column %= problem.n_columns
     a_NN = to_numpy(problem.damped_hessian("float64"))
     w_N = to_numpy(cast(problem.weights_NK[:, column], "float64"))
     kept_N = to_numpy(problem.mask_NK[:, column])

@@ -26,9 +26,9 @@ class Place:
     @property
     def library(self) -> str:
         """The library that the core computes in for arrays of this place."""
-        if self.kind == "jax" and getattr(self.device, "platform", "cpu") == "cpu":
-            return "numpy"
-        return "torch" if self.kind == "jax" else self.kind
+        if self.kind == "jax":
+            return "torch" if self.device_type == "cuda" else "numpy"  # torch reaches no TPU: the core works on the host then
+        return self.kind
 
     @property
     def device_type(self) -> str:
@@ -102,9 +102,21 @@ def to_library(x: Array, library: str) -> Array:
         return torch.as_tensor(x)
     import jax
 
-    if kind_of(x) == "torch" and x.device.type == "cuda":
-        return jax.dlpack.from_dlpack(x.contiguous())
-    return jax.numpy.asarray(to_numpy(x))
+    with jax_x64(dtype_name(x) == "float64" or bool(jax.config.jax_enable_x64)):  # without it jax would round float64 to float32
+        if kind_of(x) == "torch" and x.device.type == "cuda":
+            return jax.dlpack.from_dlpack(x.contiguous())
+        return jax.numpy.asarray(to_numpy(x))
+
+
+def jax_x64(enabled: bool) -> Any:
+    """Context in which jax has float64 or has not; the process's own setting comes back after it."""
+    import jax
+
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(enabled)
+    from jax.experimental import enable_x64  # before jax 0.8
+
+    return enable_x64(enabled)
 
 
 def back_to(x: Any, like: Array) -> Array:

@@ -2,7 +2,8 @@
 
 Every factor is a power of two, so that scaling and unscaling round nothing. H is divided by its mean diagonal, or made nearly
 unit-diagonal (Jacobi) for the backends that ask for it; each column is divided by the square root of its start's objective. A
-dead input (zero diagonal) and a column whose objective is zero keep the factor 1.
+dead input (zero diagonal) and a column whose objective is zero keep the factor 1. "none" leaves everything as it is, to
+show what that costs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Scaling:
 
     hessian_scale: float
     input_N1: Array
+    scale_columns: bool = True
 
     def hessian(self, damped_NN: Array) -> Array:
         """H' in the dtype of ``damped_NN``."""
@@ -35,7 +37,7 @@ class Scaling:
 
     def columns(self, energy_K: np.ndarray) -> ColumnScaling:
         """Add the factors t of some columns, from the objective scale of each, (K,), in the units of the problem."""
-        factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
+        factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale)) if self.scale_columns else np.ones(len(energy_K))
         return ColumnScaling(self, _as_core(factor_K, self.input_N1)[None, :])
 
 
@@ -70,14 +72,14 @@ class ColumnScaling:
 
 
 def layer_scaling(kind: str, damped_NN: Array) -> Scaling:
-    """The scaling of a layer; ``kind`` is "mean" or "jacobi"."""
+    """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none"."""
     diagonal_N = to_numpy(cast(damped_NN.diagonal(), "float64"))
     live_N = diagonal_N > 0
-    mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() else 1.0
+    mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() and kind != "none" else 1.0
     input_N = np.ones_like(diagonal_N)
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))
-    return Scaling(mean, _as_core(input_N, cast(damped_NN.diagonal(), "float64"))[:, None])
+    return Scaling(mean, _as_core(input_N, cast(damped_NN.diagonal(), "float64"))[:, None], scale_columns=kind != "none")
 
 
 def _as_core(x: np.ndarray, like: Array) -> Array:

@@ -122,7 +122,16 @@ class ColumnQP:
         zero = xp.zeros((), dtype=weights_NK.dtype) if xp is np else 0.0
         return xp.where(self.mask_NK[:, columns], weights_NK, zero)
 
+    def round_bounds(self, dtype: str) -> None:
+        """Round the bounds to the dtype of the answer, so that an answer at its bound is not outside of it by rounding."""
+        for name in ("lower_NK", "upper_NK"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, cast(getattr(self, name), dtype))
+
     def _check_bounds_order(self) -> None:
+        for name, bound_NK, limit in (("lower", self.lower_NK, np.inf), ("upper", self.upper_NK, -np.inf)):
+            if bound_NK is not None and bool(((bound_NK == limit) & self.mask_NK).any()):
+                raise ValueError(f"{name} is {limit} on a kept entry: no weight can satisfy it")
         if self.lower_NK is None or self.upper_NK is None:
             return
         crossed_NK = (self.lower_NK > self.upper_NK) & self.mask_NK
@@ -135,6 +144,14 @@ def mean_diagonal(hessian_NN: Array) -> float:
     """Mean of the diagonal in float64; 0 for an empty matrix."""
     n = hessian_NN.shape[0]
     return float(cast(hessian_NN.diagonal(), "float64").sum()) / n if n else 0.0
+
+
+def as_number(x: Any) -> float:
+    """``x`` as a float; NaN, which no check lets pass, if it is none."""
+    try:
+        return float("nan") if isinstance(x, str) else float(x)
+    except (TypeError, ValueError):
+        return float("nan")
 
 
 def check_mask(mask_NK: Array, shape: tuple[int, ...]) -> Array:
@@ -151,11 +168,11 @@ def check_mask(mask_NK: Array, shape: tuple[int, ...]) -> Array:
 
 def _floating(x: Array, name: str) -> Array:
     kind = dtype_name(x)
-    if kind.startswith("complex") or kind in ("object", "bool"):
-        raise ValueError(f"{name} must be a real floating array, got dtype {kind}")
     if kind in _FLOATS:
         return x
-    return cast(x, "float64")
+    if kind.startswith(("float", "int", "uint")):
+        return cast(x, "float64")
+    raise ValueError(f"{name} must be a real floating array, got dtype {kind}")
 
 
 def _check_hessian(hessian_NN: Array, n: int) -> Array:
@@ -182,7 +199,7 @@ def _check_hessian(hessian_NN: Array, n: int) -> Array:
 
 
 def _check_damping(damping: Any) -> float:
-    value = float(damping)
+    value = as_number(damping)
     if not (np.isfinite(value) and value >= 0.0):
         raise ValueError(f"damping must be finite and not negative, got {damping!r}")
     return value
@@ -191,9 +208,10 @@ def _check_damping(damping: Any) -> float:
 def _bound(bound: Any, place: Place, weights_NK: Array, name: str) -> Array | None:
     if bound is None:
         return None
-    bound = to_core(bound, place)
+    bound = _floating(to_core(bound, place), name)
     xp = namespace(weights_NK)
+    kind = "float64" if dtype_name(weights_NK) == "float64" else "float32"  # half precision would move the bounds
     try:
-        return xp.broadcast_to(cast(bound, dtype_name(weights_NK)), tuple(weights_NK.shape))
+        return xp.broadcast_to(cast(bound, kind), tuple(weights_NK.shape))
     except (ValueError, RuntimeError):
         raise ValueError(f"{name} of shape {tuple(bound.shape)} does not broadcast to W's {tuple(weights_NK.shape)}") from None

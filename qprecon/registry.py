@@ -92,9 +92,11 @@ class Capabilities:
         devices: device types.
         dtypes: floating dtypes, the default last resort first.
         form: "box" (bounds fix the pruned entries), "reduced" (they are eliminated) or "masked" (an operator).
-        scaling: "mean" (H divided by its mean diagonal) or "jacobi" (unit diagonal).
+        scaling: "mean" (H divided by its mean diagonal), "jacobi" (unit diagonal) or "none" (the problem as given, columns too).
         exact: a direct method, whose accuracy is that of the dtype.
         warm_start: makes use of ``Chunk.start_NK``, so that a second call continues the first.
+
+    A backend's ``Options`` may carry ``scaling`` and ``warm_start`` too (None = as declared), for a mode in which it differs.
     """
 
     bounds: bool = False
@@ -148,6 +150,12 @@ class Loaded:
     options: Any
     bytes_per_column: Callable[[int, int, Any], float]
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """The record's, with what the options override."""
+        own = {name: getattr(self.options, name, None) for name in ("scaling", "warm_start")}
+        return dataclasses.replace(self.record.capabilities, **{name: value for name, value in own.items() if value is not None})
+
 
 _CORE = ("numpy", "torch")
 BUILT_IN = (
@@ -177,7 +185,7 @@ BUILT_IN = (
         "adam",
         "qprecon.backends.adam",
         "Adam over a grid of learning rates, as the paper compares it; a reference",
-        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), form="masked", warm_start=True),
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), form="masked", scaling="none"),
     ),
     Backend(
         "mpax",
@@ -201,7 +209,7 @@ BUILT_IN = (
         "any QP solver that cvxpy has installed; a reference",
         requires=("cvxpy",),
         extra="cvxpy",
-        capabilities=Capabilities(bounds=True, dtypes=("float64",)),
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
 )
 
@@ -242,6 +250,9 @@ def find(name: str) -> Backend:
     Raises:
         UnknownBackendError: no such backend; the message names the nearest.
     """
+    for record in BUILT_IN:  # without a look at every installed distribution's entry points, which costs milliseconds
+        if record.name == name:
+            return record
     known = backends()
     if name not in known:
         near = difflib.get_close_matches(str(name), known, n=1)

@@ -6,13 +6,13 @@ order, so that the same input gives the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLS = 64, 64
+_ROWS, _COLS, _LINE = 64, 64, 128
 
 
 @triton.jit
@@ -43,68 +43,117 @@ def _advance(x_ptr, r_ptr, p_ptr, q_ptr, mask_ptr, alpha_ptr, n, k, ROWS: tl.con
 
 
 @triton.jit
-def _precondition(
-    r_ptr, w_ptr, z_ptr, mask_ptr, inverse_ptr, out_ptr, n, k, HAS_W: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+def _alpha(partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, parts, k, COLS: tl.constexpr):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = cols < k
+    curvature = tl.zeros((COLS,), tl.float32)
+    for part in range(parts):
+        curvature += tl.load(partial_ptr + part * k + cols, inside, 0.0)
+    rz = tl.load(rz_ptr + cols, inside, 0.0)
+    active = (tl.load(active_ptr + cols, inside, 0) != 0) & (curvature > 0.0)
+    alpha = tl.where(active, rz / tl.where(active, curvature, 1.0), 0.0)
+    tl.store(alpha_ptr + cols, alpha, inside)
+    tl.store(active_ptr + cols, active, inside)
+    tl.store(gain_ptr + cols, tl.load(gain_ptr + cols, inside, 0.0) + alpha * rz, inside)
+    tl.store(iterations_ptr + cols, tl.load(iterations_ptr + cols, inside, 0) + active.to(tl.int32), inside)
+
+
+@triton.jit
+def _beta(partial_ptr, rz_ptr, active_ptr, beta_ptr, parts, k, COLS: tl.constexpr):
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = cols < k
+    fresh = tl.zeros((COLS,), tl.float32)
+    for part in range(parts):
+        fresh += tl.load(partial_ptr + part * k + cols, inside, 0.0)
+    rz = tl.load(rz_ptr + cols, inside, 0.0)
+    active = tl.load(active_ptr + cols, inside, 0) != 0
+    tl.store(beta_ptr + cols, tl.where(active, fresh / tl.where(active, rz, 1.0), 0.0), inside)
+    tl.store(rz_ptr + cols, fresh, inside)
+    tl.store(active_ptr + cols, active & (fresh > 0.0), inside)
+
+
+@triton.jit
+def _dot_z(
+    r_ptr, w_ptr, mask_ptr, inverse_ptr, out_ptr, n, k, HAS_W: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    r = tl.load(r_ptr + at, inside, 0.0)
-    z = r * tl.load(inverse_ptr + rows, rows < n, 0.0)
-    if HAS_W:
-        kept = tl.load(mask_ptr + at, inside, 0) != 0
-        z = tl.where(kept, z - tl.load(w_ptr + at, inside, 0.0), 0.0)
-    tl.store(z_ptr + at, z, inside)
+    z, r = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W)
     tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(r * z, 0)[None, :], cols < k)
 
 
 @triton.jit
-def _turn(p_ptr, z_ptr, low_ptr, beta_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
-    at, inside, _, cols = _tile(n, k, k, ROWS, COLS)
-    beta = tl.load(beta_ptr + cols, cols < k, 0.0)
-    p = tl.load(z_ptr + at, inside, 0.0) + beta * tl.load(p_ptr + at, inside, 0.0)
+def _turn(
+    p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, low_ptr, beta_ptr, n, k,
+    HAS_W: tl.constexpr, HAS_P: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    p, _ = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W)
+    if HAS_P:
+        p += tl.load(beta_ptr + cols, cols < k, 0.0) * tl.load(p_ptr + at, inside, 0.0)
     tl.store(p_ptr + at, p, inside)
     tl.store(low_ptr + at, p.to(tl.bfloat16), inside)
 
 
+@triton.jit
+def _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W: tl.constexpr):
+    # z is made twice, for its product with r and for p, rather than written and read: w and r are in memory anyway
+    r = tl.load(r_ptr + at, inside, 0.0)
+    z = r * tl.load(inverse_ptr + rows, rows < n, 0.0)
+    if HAS_W:
+        z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - tl.load(w_ptr + at, inside, 0.0), 0.0)
+    return z, r
+
+
 @dataclass(eq=False)
 class Fused:
-    """The operations of ``_vectors.Plain`` as kernels; ``mask_NK`` is bool. Temporaries are kept between iterations."""
+    """The operations of ``_vectors.Plain`` as kernels; ``mask_NK`` is bool."""
 
     mask_NK: torch.Tensor
-    _z_NK: torch.Tensor | None = None
     _low_NK: torch.Tensor | None = None
-    _size: dict = field(default_factory=lambda: {"ROWS": _ROWS, "COLS": _COLS})
 
-    def curvature(self, p_NK, q_NK):
-        out = self._partial(p_NK)
-        _curvature[self._grid(p_NK)](p_NK, q_NK, out, *p_NK.shape, **self._size)
-        return out.sum(0)
+    def begin(self, r_NK, w_NK, inverse_N1, scalars):
+        p_NK, low_NK = torch.empty_like(r_NK), torch.empty_like(r_NK, dtype=torch.bfloat16)
+        self._low_NK = low_NK
+        scalars.active_K.fill_(True)
+        beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
+        self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, False)
+        return p_NK
 
-    def advance(self, x_NK, r_NK, p_NK, q_NK, alpha_K):
-        _advance[self._grid(p_NK)](x_NK, r_NK, p_NK, q_NK, self.mask_NK, alpha_K.contiguous(), *p_NK.shape, **self._size)
-
-    def precondition(self, r_NK, w_NK, inverse_N1):
-        if self._z_NK is None:
-            self._z_NK = torch.empty_like(r_NK)
-        out, has_w = self._partial(r_NK), w_NK is not None
-        _precondition[self._grid(r_NK)](
-            r_NK, w_NK if has_w else r_NK, self._z_NK, self.mask_NK, inverse_N1.contiguous(), out, *r_NK.shape, has_w, **self._size
+    def advance(self, x_NK, r_NK, p_NK, q_NK, scalars):
+        out, alpha_K, (n, k) = self._partial(p_NK), torch.empty_like(scalars.rz_K), p_NK.shape
+        _curvature[self._grid(p_NK)](p_NK, q_NK, out, n, k, _ROWS, _COLS)
+        _alpha[self._line(k)](
+            out, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, alpha_K, len(out), k, _LINE
         )
-        return self._z_NK, out.sum(0)
+        _advance[self._grid(p_NK)](x_NK, r_NK, p_NK, q_NK, self.mask_NK, alpha_K, n, k, _ROWS, _COLS)
 
-    def turn(self, p_NK, z_NK, beta_K):
-        _turn[self._grid(p_NK)](p_NK, z_NK, self._low(p_NK), beta_K.contiguous(), *p_NK.shape, **self._size)
+    def turn(self, p_NK, r_NK, w_NK, inverse_N1, scalars):
+        beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
+        self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, True)
 
     def low(self, p_NK):
-        """p in bfloat16: ``turn`` has written it already."""
-        return self._low_NK if self._low_NK is not None else self._low(p_NK).copy_(p_NK)
-
-    def _low(self, p_NK):
-        if self._low_NK is None:
-            self._low_NK = torch.empty_like(p_NK, dtype=torch.bfloat16)
+        """p in bfloat16: ``begin`` and ``turn`` have written it."""
         return self._low_NK
+
+    def _rz(self, r_NK, w_NK, inverse_N1, scalars):
+        out, beta_K, (n, k) = self._partial(r_NK), torch.empty_like(scalars.rz_K), r_NK.shape
+        w_NK, has_w = (r_NK, False) if w_NK is None else (w_NK, True)
+        _dot_z[self._grid(r_NK)](r_NK, w_NK, self.mask_NK, inverse_N1, out, n, k, has_w, _ROWS, _COLS)
+        _beta[self._line(k)](out, scalars.rz_K, scalars.active_K, beta_K, len(out), k, _LINE)
+        return beta_K
+
+    def _direct(self, p_NK, r_NK, w_NK, inverse_N1, beta_K, has_p):
+        n, k = r_NK.shape
+        w_NK, has_w = (r_NK, False) if w_NK is None else (w_NK, True)
+        _turn[self._grid(r_NK)](
+            p_NK, r_NK, w_NK, self.mask_NK, inverse_N1, self._low_NK, beta_K, n, k, has_w, has_p, _ROWS, _COLS
+        )
 
     def _partial(self, like_NK):
         return torch.empty((triton.cdiv(like_NK.shape[0], _ROWS), like_NK.shape[1]), device=like_NK.device)
 
     def _grid(self, like_NK):
         return (triton.cdiv(like_NK.shape[0], _ROWS), triton.cdiv(like_NK.shape[1], _COLS))
+
+    def _line(self, k):
+        return (triton.cdiv(k, _LINE),)

@@ -10,8 +10,24 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from ..interop import Array, kind_of
+from ..interop import Array, kind_of, namespace
 from ..linalg import column_dots
+
+
+@dataclass(eq=False)
+class Scalars:
+    """The numbers of each column, (K,): rᵀz, what f has gained (same dtype), whether it goes on (bool), iterations (int32)."""
+
+    rz_K: Array
+    gain_K: Array
+    active_K: Array
+    iterations_K: Array
+
+    @staticmethod
+    def zeros(like_NK: Array) -> Scalars:
+        """Before the first iteration."""
+        xp, first = namespace(like_NK), like_NK[0]
+        return Scalars(xp.zeros_like(first), xp.zeros_like(first), first != first, xp.zeros_like(first, dtype=xp.int32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,28 +36,37 @@ class Plain:
 
     mask_NK: Array
 
-    def curvature(self, p_NK: Array, q_NK: Array) -> Array:
-        """pᵀq of each column, (K,)."""
-        return column_dots(p_NK, q_NK)
+    def begin(self, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> Array:
+        """First direction p = z = D⁻¹r − w on kept entries; sets rz and active."""
+        z_NK, scalars.rz_K = self._precondition(r_NK, w_NK, inverse_N1)
+        scalars.active_K = scalars.rz_K > 0
+        return z_NK
 
-    def advance(self, x_NK: Array, r_NK: Array, p_NK: Array, q_NK: Array, alpha_K: Array) -> None:
-        """x += αp and r −= αq on kept entries, in place."""
+    def advance(self, x_NK: Array, r_NK: Array, p_NK: Array, q_NK: Array, scalars: Scalars) -> None:
+        """x += αp and r −= αq on kept entries in place, α = rz / pᵀq; a column whose curvature is not positive stops."""
+        curvature_K = column_dots(p_NK, q_NK)
+        scalars.active_K = scalars.active_K & (curvature_K > 0)
+        alpha_K = _ratio(scalars.rz_K, curvature_K, scalars.active_K)
         _add_scaled(x_NK, p_NK, alpha_K)
         q_NK *= self.mask_NK
         _add_scaled(r_NK, q_NK, -alpha_K)
+        scalars.gain_K = scalars.gain_K + alpha_K * scalars.rz_K
+        scalars.iterations_K = scalars.iterations_K + scalars.active_K
 
-    def precondition(self, r_NK: Array, w_NK: Array | None, inverse_N1: Array) -> tuple[Array, Array]:
-        """z = D⁻¹r − w on kept entries, and rᵀz of each column. ``w_NK`` may be overwritten."""
+    def turn(self, p_NK: Array, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> None:
+        """z = D⁻¹r − w on kept entries, then p = z + βp in place with β the ratio of the new rz to the old. ``w_NK`` is used up."""
+        z_NK, rz_K = self._precondition(r_NK, w_NK, inverse_N1)
+        beta_K = _ratio(rz_K, scalars.rz_K, scalars.active_K)
+        p_NK *= beta_K[None, :]
+        p_NK += z_NK
+        scalars.active_K, scalars.rz_K = scalars.active_K & (rz_K > 0), rz_K
+
+    def _precondition(self, r_NK: Array, w_NK: Array | None, inverse_N1: Array) -> tuple[Array, Array]:
         z_NK = r_NK * inverse_N1
         if w_NK is not None:
             w_NK *= self.mask_NK
             z_NK -= w_NK
         return z_NK, column_dots(r_NK, z_NK)
-
-    def turn(self, p_NK: Array, z_NK: Array, beta_K: Array) -> None:
-        """p = z + βp in place."""
-        p_NK *= beta_K[None, :]
-        p_NK += z_NK
 
     def low(self, p_NK: Array) -> Array:
         """p in bfloat16."""
@@ -58,6 +83,12 @@ def vectors(like_NK: Array, mask_NK: Array) -> Any:
     if kind_of(like_NK) == "torch":
         return Plain(mask_NK.to(like_NK.dtype))
     return Plain(mask_NK.astype(like_NK.dtype))
+
+
+def _ratio(a_K: Array, b_K: Array, usable_K: Array) -> Array:
+    """a / b where usable, else 0."""
+    xp = namespace(a_K)
+    return xp.where(usable_K, a_K / xp.where(usable_K, b_K, xp.ones_like(b_K)), xp.zeros_like(a_K))
 
 
 def _add_scaled(x_NK: Array, y_NK: Array, scale_K: Array) -> None:

@@ -6,19 +6,21 @@ Each column is CG on its own H_II. In Δ form: the residual is never formed from
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..interop import Array, cast, namespace, to_numpy
+from ..interop import Array, cast, kind_of, namespace, to_numpy
+from ..linalg import column_dots
 from ..registry import Chunk, RawColumns, SolveChunk, System
 from . import _precondition as precondition
-from ._product import chosen_precision, product
-from ._vectors import vectors
+from ._product import Full, chosen_precision, product
+from ._vectors import Scalars, vectors
 
 _CHECK_EVERY = 3  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
+_ALIGNMENT = 64  # columns
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r: measured on real layers, see docs/backends.md
 
 
@@ -72,14 +74,52 @@ def prepare(system: System, options: Options) -> SolveChunk:
     precision = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
     multiply = product(system.hessian_NN, factor_Nr, precision)
     extras = {"preconditioner": f"dc, rank {rank}" if rank else "jacobi", "precision": precision}
-    return lambda chunk: _solve(system.hessian_NN, shared, multiply, chunk, extras)
 
 
-def _solve(
-    hessian_NN: Array, shared: precondition.LowRank | None, multiply: Any, chunk: Chunk, extras: dict[str, Any]
-) -> RawColumns:
+    def solve_chunk(chunk: Chunk) -> RawColumns:
+        if not chunk.start_NK.shape[0] or not chunk.start_NK.shape[1]:
+            return RawColumns(chunk.start_NK, "converged", 0, dict(extras))
+        columns = chunk.start_NK.shape[1]
+        if precision == "bf16" and columns % _ALIGNMENT:
+            chunk = _padded(chunk, -columns % _ALIGNMENT)
+        apply = precondition.for_columns(shared, chunk.mask_NK) if shared else precondition.jacobi(system.hessian_NN)
+        raw = _solve(multiply, apply, chunk, extras)
+        if chunk.start_NK.shape[1] != columns:
+            raw = RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)
+        broken = np.flatnonzero(raw.reported_status == "breakdown")
+        return _repaired(system.hessian_NN, raw, chunk, broken) if shared and len(broken) else raw
+
+    return solve_chunk
+
+
+def _padded(chunk: Chunk, more: int) -> Chunk:
+    """The chunk with ``more`` empty columns: an odd width costs the tensor cores half their speed or worse."""
+    pad = lambda x: None if x is None else namespace(x).nn.functional.pad(x, (0, more))  # noqa: E731
+    fields = ("weights_NK", "mask_NK", "start_NK", "residual_NK", "start_objective_K", "improved_K", "linear_NK")
+    return replace(chunk, **{name: pad(getattr(chunk, name)) for name in fields})
+
+
+def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarray) -> RawColumns:
+    """Columns on which dc broke down go on with Jacobi, which is positive whatever the rounding."""
+    at = namespace(hessian_NN).as_tensor(broken, device=hessian_NN.device) if kind_of(hessian_NN) == "torch" else broken
+    step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
+    rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
+    gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
+    part = Chunk(
+        chunk.weights_NK[:, at], chunk.mask_NK[:, at], raw.weights_NK[:, at], rest_NK,
+        chunk.start_objective_K[at] - gained_K, chunk.improved_K[at] + gained_K,
+        None if chunk.linear_NK is None else chunk.linear_NK[:, at],
+        tolerance=chunk.tolerance, max_iterations=chunk.max_iterations, deadline=chunk.deadline,
+    )  # fmt: skip
+    again = _solve(Full(hessian_NN), precondition.jacobi(hessian_NN), part, {})
+    raw.weights_NK[:, at] = again.weights_NK
+    raw.reported_status[broken] = again.reported_status
+    raw.iterations[broken] += again.iterations
+    return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, "jacobi_columns": len(broken)})
+
+
+def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
     ops = vectors(chunk.residual_NK, chunk.mask_NK)
-    apply = precondition.for_columns(shared, chunk.mask_NK) if shared else precondition.jacobi(hessian_NN)
     state = _State.begin(chunk, ops, apply)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     for iteration in range(1, limit + 1):
@@ -91,8 +131,9 @@ def _solve(
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
-    words = np.where(to_numpy(state.active_K), status, "converged").astype(object)
-    return RawColumns(chunk.start_NK + state.x_NK, words, to_numpy(state.iterations_K), dict(extras))
+    words = np.where(to_numpy(state.scalars.active_K), status, "converged").astype(object)
+    words[to_numpy(state.broken())] = "breakdown"
+    return RawColumns(chunk.start_NK + state.x_NK, words, np.array(to_numpy(state.scalars.iterations_K)), dict(extras))
 
 
 @dataclass(eq=False)
@@ -101,53 +142,39 @@ class _State:
 
     chunk: Chunk
     ops: Any
-    precondition: precondition.Preconditioner
+    apply: precondition.Preconditioner
     x_NK: Array
     r_NK: Array
     p_NK: Array
-    rz_K: Array
-    objective_K: Array
-    active_K: Array
-    iterations_K: Array
+    scalars: Scalars
+    finished_K: Array
 
     @staticmethod
     def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
         xp = namespace(chunk.residual_NK)
         r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
-        z_NK, rz_K = apply(r_NK, ops)
-        active_K = rz_K > 0
-        objective_K, none_K = cast(chunk.start_objective_K, "float64"), cast(active_K, "int64") * 0
-        p_NK = z_NK.copy() if xp is np else z_NK.clone()
-        return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, rz_K, objective_K, active_K, none_K)
+        scalars = Scalars.zeros(r_NK)
+        p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
+        return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
 
     def step(self, multiply: Any) -> None:
         """One iteration of every active column; a finished column's step is zero."""
-        q_NK = multiply(self.p_NK, self.ops)
-        curvature_K = self.ops.curvature(self.p_NK, q_NK)
-        usable_K = self.active_K & (curvature_K > 0)
-        alpha_K = _ratio(self.rz_K, curvature_K, usable_K)
-        self.ops.advance(self.x_NK, self.r_NK, self.p_NK, q_NK, alpha_K)
-        self.objective_K = self.objective_K - alpha_K * self.rz_K
-        self.iterations_K = self.iterations_K + usable_K
-        z_NK, rz_K = self.precondition(self.r_NK, self.ops)
-        self.ops.turn(self.p_NK, z_NK, _ratio(rz_K, self.rz_K, usable_K))
-        self.rz_K = rz_K
-        self.active_K = usable_K & (rz_K > 0)
+        self.ops.advance(self.x_NK, self.r_NK, self.p_NK, multiply(self.p_NK, self.ops), self.scalars)
+        self.ops.turn(self.p_NK, self.r_NK, self.apply.correction(self.r_NK), self.apply.inverse_diagonal_N1, self.scalars)
 
     def freeze_finished(self) -> bool:
         """Stop the columns whose estimated gap is small enough; whether any is left."""
-        gap_K = _SAFETY * cast(self.rz_K, "float64")
+        gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
         if self.chunk.linear_NK is None:
-            base_K = self.objective_K - gap_K
+            base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
         else:
-            base_K = self.chunk.improved_K + self.chunk.start_objective_K - self.objective_K
+            base_K = self.chunk.improved_K + self.scalars.gain_K
         xp = namespace(gap_K)
-        floor_K = xp.full_like(base_K, 1e-6)
-        self.active_K = self.active_K & (gap_K > self.chunk.tolerance * xp.maximum(base_K, floor_K))
-        return bool(self.active_K.any())
+        small_K = gap_K <= self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
+        self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
+        self.scalars.active_K = self.scalars.active_K & ~self.finished_K
+        return bool(self.scalars.active_K.any())
 
-
-def _ratio(a_K: Array, b_K: Array, usable_K: Array) -> Array:
-    """a / b where usable, else 0."""
-    xp = namespace(a_K)
-    return xp.where(usable_K, a_K / xp.where(usable_K, b_K, xp.ones_like(b_K)), xp.zeros_like(a_K))
+    def broken(self) -> Array:
+        """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""
+        return ~self.scalars.active_K & ~self.finished_K & (self.scalars.rz_K != 0)

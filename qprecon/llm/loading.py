@@ -41,6 +41,7 @@ def load_causal_lm(
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without a config.json. ValueError: an unknown dtype.
     """
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _check_path(model)
@@ -49,7 +50,10 @@ def load_causal_lm(
         dtype = torch.float32 if target.type == "cpu" else "auto"
     elif isinstance(dtype, str) and dtype != "auto":
         dtype = as_dtype(dtype)
-    loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype).to(target).eval()
+    # The keyword was torch_dtype before transformers 4.56.
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    keyword = "dtype" if version >= (4, 56) else "torch_dtype"
+    loaded = AutoModelForCausalLM.from_pretrained(str(model), **{keyword: dtype}).to(target).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model))
     except (OSError, ValueError):

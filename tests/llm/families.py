@@ -14,8 +14,13 @@ _ATTENTION = {f"self_attn.{x}_proj" for x in "qkv"} | {"self_attn.o_proj"}
 _LLAMA = _ATTENTION | {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 
 
-def _experts(n: int) -> set[str]:
-    return {f"mlp.experts.{e}.{kind}" for e in range(n) for kind in ("gate_up_proj", "down_proj")}
+# transformers 5 fuses experts into 3-D parameters; before, they were linears in a list.
+FUSED = int(tf.__version__.split(".")[0]) >= 5
+
+
+def _experts(n: int, path: str, *kinds: str) -> set[str]:
+    path, kinds = ("mlp", ("gate_up_proj", "down_proj")) if FUSED else (path, kinds)
+    return {f"{path}.experts.{e}.{kind}" for e in range(n) for kind in kinds}
 
 
 def _gpt2():
@@ -76,12 +81,14 @@ FAMILIES = {
     "gpt2": (_gpt2, {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}, True),
     "mixtral": (
         lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GQA, num_local_experts=4, num_experts_per_tok=2)),
-        _ATTENTION | _experts(4),
+        _ATTENTION | _experts(4, "block_sparse_moe", "w1", "w2", "w3"),
         False,
     ),
     "qwen2-moe": (
         _qwen_moe,
-        _ATTENTION | _experts(4) | {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+        _ATTENTION
+        | _experts(4, "mlp", "gate_proj", "up_proj", "down_proj")
+        | {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
         False,
     ),
 }

@@ -65,9 +65,9 @@ def test_views_are_inputs_by_outputs(family):
     block = find_blocks(model)[1]
     views = {view.name: view for view in find_linears(block).views}
     hidden = model.config.hidden_size
-    down = next(v for n, v in views.items() if n.endswith(("down_proj", "fc2", "mlp.c_proj")))
+    down = next(v for n, v in views.items() if n.endswith(("down_proj", "fc2", "mlp.c_proj", "w2")))
     assert down.n_outputs == hidden and down.n_inputs != hidden
-    up = next(v for n, v in views.items() if n.endswith(("gate_proj", "gate_up_proj", "fc1", "c_fc")))
+    up = next(v for n, v in views.items() if n.endswith(("gate_proj", "gate_up_proj", "fc1", "c_fc", "w1")))
     assert up.n_inputs == hidden
     with torch.no_grad():
         before = model(input_ids=samples).logits
@@ -76,13 +76,13 @@ def test_views_are_inputs_by_outputs(family):
         assert torch.equal(model(input_ids=samples).logits, before)
         down.write(torch.zeros(down.n_inputs, down.n_outputs))
     assert not down.weights_NK().any() and up.weights_NK().any()
-    with pytest.raises(ValueError, match="down_proj|fc2|c_proj"):
+    with pytest.raises(ValueError, match="down_proj|fc2|c_proj|w2"):
         down.write(torch.zeros(down.n_outputs, down.n_inputs))
 
 
 def plain(config):
-    # transformers fills these three in when it saves or loads.
-    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
+    # transformers fills these in when it saves or loads.
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "dtype", "torch_dtype", "architectures")}
 
 
 @every_family

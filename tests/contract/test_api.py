@@ -1,0 +1,386 @@
+"""The public interface: what importing costs, which way imports point, names, errors, and what a Solution is."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qprecon
+from qprecon import Status, registry
+
+from . import cases
+from .families import FAMILIES
+
+ROOT = pathlib.Path(qprecon.__file__).parent
+HEAVY = {"torch", "jax", "jaxlib", "mpax", "cvxpy", "osqp", "transformers", "triton", "safetensors", "datasets"}
+
+
+def given(**more: Any) -> dict[str, Any]:
+    """Arguments of an ordinary problem, some replaced."""
+    return FAMILIES["well_conditioned"].build().arguments() | more
+
+
+def test_import_is_light() -> None:
+    """``import qprecon`` loads neither torch nor jax nor any other optional package, and so does a numpy solve with cholesky."""
+    script = """
+import sys, numpy as np, qprecon
+qprecon.available_backends()
+assert "llm" in qprecon.__all__
+solution = qprecon.solve(np.eye(3), np.ones((3, 2)), np.array([[1, 0], [0, 1], [1, 1]]), backend="cholesky")
+assert solution.optimal.all()
+print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])))
+"""
+    done = subprocess.run([sys.executable, "-c", script, *HEAVY], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def _imports(path: pathlib.Path) -> list[tuple[str, bool]]:
+    """Absolute names of what a file imports, and whether at module level."""
+    package = [*path.relative_to(ROOT.parent).with_suffix("").parts]
+    package = package[:-1] if package[-1] == "__init__" else package
+    base = package if path.name == "__init__.py" else package[:-1]
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), []
+
+    def walk(node: ast.AST, top: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                parent = base[: len(base) - child.level + 1] if child.level else []
+                module = ".".join([*parent, *([child.module] if child.module else [])])
+                found.extend((f"{module}.{alias.name}", top) for alias in child.names)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    walk(tree, True)
+    return found
+
+
+def _layer(path: pathlib.Path) -> str:
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return {"llm": "llm", "backends": "backends", "cli": "cli", "demo": "cli", "__main__": "cli"}.get(first, "core")
+
+
+def _is(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_import_direction(path: pathlib.Path) -> None:
+    """cli → llm → core ← backends: the core imports no other layer, nor a heavy package at module level; only it loads backends."""
+    for name, top in _imports(path):
+        match _layer(path):
+            case "core":
+                assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo", "qprecon.llm"), name
+                assert not (top and name.split(".")[0] in HEAVY), name
+                assert not _is(name, "transformers", "mpax", "cvxpy", "osqp"), name
+            case "backends":
+                assert not _is(name, "qprecon.llm", "qprecon.cli", "qprecon.demo", "transformers"), name
+            case "llm":
+                assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo"), name
+            case "cli":
+                assert not _is(name, "qprecon.backends"), name
+
+
+def test_the_import_check_sees_imports() -> None:
+    """The check above reads relative, aliased and local imports."""
+    names = dict(_imports(ROOT / "_columns.py"))
+    assert names["qprecon.registry"] and names["numpy"] and names["qprecon.audit.audit"]
+    assert names["torch"] is False  # inside a function
+
+
+def _import_everything() -> list[str]:
+    names = []
+    for info in pkgutil.walk_packages(qprecon.__path__, "qprecon."):
+        if info.name.split(".")[-1] == "__main__":
+            continue
+        try:
+            importlib.import_module(info.name)
+        except ImportError as error:  # an optional package that is not there, or a GPU-only one
+            assert error.name is None or not error.name.startswith("qprecon"), error
+            continue
+        names.append(info.name)
+    return names
+
+
+def test_public_names_survive_importing_everything() -> None:
+    """No public function shares its name with a module or subpackage: every name means the same before and after, twice."""
+    before = {name: getattr(qprecon, name) for name in qprecon.__all__}
+    modules = _import_everything()
+    assert len(modules) > 15
+    for _ in range(2):
+        for name in qprecon.__all__:
+            assert getattr(qprecon, name) is before[name], name
+            assert inspect.ismodule(before[name]) == (name == "llm"), name
+    for name in modules:
+        parent, _, last = name.rpartition(".")
+        assert inspect.ismodule(getattr(importlib.import_module(parent), last)), f"{name} is hidden by a name of {parent}"
+
+
+def test_public_functions_work_twice_after_importing_everything() -> None:
+    """Every public callable does its job, twice, with all submodules loaded."""
+    _import_everything()
+    arguments = given()
+    for _ in range(2):
+        solution = qprecon.solve(**arguments)
+        assert isinstance(solution, qprecon.Solution) and solution.optimal.all()
+        assert isinstance(solution.timing, qprecon.Timing) and isinstance(solution.provenance, qprecon.Provenance)
+        assert isinstance(solution.status[0], qprecon.Status)
+        problem = qprecon.ColumnQP(arguments["H"], arguments["W"], arguments["mask"], damping=0.01)
+        assert isinstance(qprecon.box_form(problem), qprecon.BoxForm)
+        assert isinstance(qprecon.reduced_form(problem, 1), qprecon.ReducedForm)
+        assert "cholesky" in qprecon.available_backends()
+        for name in qprecon.__all__:
+            value = getattr(qprecon, name)
+            if inspect.isclass(value) and issubclass(value, Exception):
+                with pytest.raises(value, match="told"):
+                    raise value("told")
+    called = {"solve", "ColumnQP", "box_form", "BoxForm", "reduced_form", "ReducedForm", "available_backends", "Solution", "Timing"}
+    errors = {name for name in qprecon.__all__ if name.endswith("Error")}
+    assert set(qprecon.__all__) == called | errors | {"Provenance", "Status", "llm"}, "a public name that this test does not use"
+
+
+def test_unknown_attribute() -> None:
+    """A name that is not there is an AttributeError that says so."""
+    with pytest.raises(AttributeError, match="qprecon.*'prune'"):
+        qprecon.prune  # noqa: B018
+
+
+def test_every_public_thing_is_documented() -> None:
+    """Public functions and classes have docstrings, and their public methods too."""
+    for name in qprecon.__all__:
+        value = getattr(qprecon, name)
+        assert value.__doc__ or name == "llm", name
+        if inspect.isclass(value):
+            for member, method in vars(value).items():
+                if not member.startswith("_") and callable(method) and inspect.isfunction(method):
+                    assert method.__doc__, f"{name}.{member}"
+
+
+H = np.eye(3)
+W = np.ones((3, 2))
+MASK = np.ones((3, 2), dtype=bool)
+BAD = [
+    ("H not square", {"H": np.ones((3, 2))}, ValueError, r"^H must be square"),
+    ("H one-dimensional", {"H": np.ones(3)}, ValueError, r"^H must be square"),
+    ("H of other size", {"H": np.eye(4)}, ValueError, r"^H is \(4, 4\) but W has 3 rows"),
+    ("W transposed", {"W": np.ones((2, 3)), "mask": np.ones((2, 3))}, ValueError, r"transpose of Linear\.weight"),
+    ("W one-dimensional", {"W": np.ones(3)}, ValueError, r"^W must be \(N, K\)"),
+    ("mask of other shape", {"mask": np.ones((2, 3))}, ValueError, r"^mask has shape \(2, 3\), W has \(3, 2\)"),
+    ("mask of one column", {"mask": np.ones((3, 1))}, ValueError, r"^mask has shape"),
+    ("mask not 0/1", {"mask": np.full((3, 2), 0.5)}, ValueError, r"^mask must hold only 0 \(pruned\) and 1 \(kept\)"),
+    ("mask of 2", {"mask": np.full((3, 2), 2)}, ValueError, r"^mask must hold only"),
+    ("mask of -1", {"mask": np.full((3, 2), -1)}, ValueError, r"^mask must hold only"),
+    ("mask of NaN", {"mask": np.full((3, 2), np.nan)}, ValueError, r"^mask must hold only"),
+    ("NaN in H", {"H": np.diag([1.0, np.nan, 1.0])}, ValueError, r"^H holds NaN or Inf"),
+    ("Inf in H", {"H": np.diag([1.0, np.inf, 1.0])}, ValueError, r"^H holds NaN or Inf"),
+    ("negative diagonal", {"H": np.diag([1.0, -1.0, 1.0])}, ValueError, r"^H has a negative diagonal entry \(input 1\)"),
+    ("indefinite", {"H": np.array([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]])}, ValueError, r"^H is clearly indefinite"),
+    ("not symmetric", {"H": np.array([[1.0, 0.5, 0], [0, 1, 0], [0, 0, 1]])}, ValueError, r"^H is not symmetric"),
+    ("complex H", {"H": H + 0j}, ValueError, r"^H must be a real floating array"),
+    ("complex W", {"W": W + 0j}, ValueError, r"^W must be a real floating array"),
+    ("boolean W", {"W": MASK}, ValueError, r"^W must be a real floating array"),
+    ("W of objects", {"W": W.astype(object)}, ValueError, r"^W must be a real floating array"),
+    ("W of strings", {"W": W.astype(str)}, ValueError, r"^W must be a real floating array"),
+    ("complex rhs", {"rhs": W + 0j}, ValueError, r"^rhs must be a real floating array"),
+    ("rhs of other shape", {"rhs": np.ones((3, 1))}, ValueError, r"^rhs has shape \(3, 1\), W has \(3, 2\)"),
+    ("lower of other shape", {"lower": np.ones(3)}, ValueError, r"^lower of shape \(3,\) does not broadcast"),
+    ("upper of other shape", {"upper": np.ones((4, 1))}, ValueError, r"^upper of shape \(4, 1\) does not broadcast"),
+    ("lower of strings", {"lower": "zero"}, ValueError, r"^lower must be a real floating array"),
+    ("complex upper", {"upper": 1j}, ValueError, r"^upper must be a real floating array"),
+    ("lower > upper", {"lower": 1.0, "upper": 0.5}, ValueError, r"^lower > upper at input 0, column 0"),
+    ("lower of inf", {"lower": np.inf}, ValueError, r"^lower is \+?inf"),
+    ("upper of -inf", {"upper": -np.inf}, ValueError, r"^upper is -inf"),
+    ("warm_start of other shape", {"warm_start": np.ones((2, 2))}, ValueError, r"^warm_start has shape \(2, 2\)"),
+    ("negative damping", {"damping": -0.1}, ValueError, r"^damping must be finite and not negative"),
+    ("NaN damping", {"damping": np.nan}, ValueError, r"^damping must be"),
+    ("damping in words", {"damping": "little"}, ValueError, r"^damping must be"),
+    ("damping None", {"damping": None}, ValueError, r"^damping must be"),
+    *[
+        (f"tol {x}", {"tol": x}, ValueError, r"^tol must lie between 0 and 1")
+        for x in (0.0, -1e-4, 1.0, np.nan, np.inf, "small", None)
+    ],
+    ("float32 with tol 1e-9", {"tol": 1e-9, "dtype": "float32"}, ValueError, r"^tol=1e-09 is beyond float32.*dtype='float64'"),
+    *[
+        (f"dtype {x}", {"dtype": x}, ValueError, r"^dtype must be 'float32' or 'float64'")
+        for x in ("float16", "bfloat16", "int8", "x", 3)
+    ],
+    *[
+        (f"{name} {x}", {name: x}, ValueError, f"^{name} must be a positive integer")
+        for name in ("batch_size", "max_iterations")
+        for x in (0, -1, 2.5, "many", np.nan, np.inf)
+    ],
+    *[(f"time_limit {x}", {"time_limit": x}, ValueError, r"^time_limit must be positive") for x in (0, -1.0, np.nan, "long")],
+    ("unknown backend", {"backend": "cholesy"}, qprecon.UnknownBackendError, r"'cholesy'; did you mean 'cholesky'\?.*auto"),
+    ("backend None", {"backend": None}, qprecon.UnknownBackendError, r"unknown backend None"),
+    ("unknown option", {"backend": "pcg", "preconditoner": "dc"}, ValueError, r"'pcg' has no option 'preconditoner'; did you mean"),
+    ("option of a backend without", {"backend": "cholesky", "rank": 3}, ValueError, r"'cholesky' has no option 'rank'"),
+    ("bad option", {"backend": "pcg", "preconditioner": "ilu"}, ValueError, r"^preconditioner must be"),
+    ("bounds for pcg", {"backend": "pcg", "lower": 0.0}, qprecon.UnsupportedError, r"'pcg' cannot do .*these can: .*osqp"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [pytest.param(*case[1:], id=case[0]) for case in BAD])
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Every bad input is an error of its documented type that names the argument."""
+    with pytest.raises(error, match=message):
+        qprecon.solve(**{"H": H, "W": W, "mask": MASK} | change)
+
+
+def test_bad_input_as_tensors() -> None:
+    """The same for torch tensors."""
+    one = torch.ones(3, 2)
+    for change, message in (
+        ({"H": torch.ones(3, 2)}, "^H must be square"),
+        ({"mask": one[:2]}, "^mask has shape"),
+        ({"mask": one / 2}, "^mask must hold only"),
+        ({"W": one.to(torch.complex64)}, "^W must be a real floating array"),
+        ({"rhs": one[:, :1]}, "^rhs has shape"),
+        ({"lower": torch.ones(4, 1)}, "^lower of shape"),
+        ({"lower": one, "upper": one - 1}, "^lower > upper at input 0, column 0"),
+        ({"H": torch.tensor([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]])}, "^H is clearly indefinite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            qprecon.solve(**{"H": torch.eye(3), "W": one, "mask": one} | change)
+
+
+def test_crossed_bounds_on_pruned_entries_are_no_error() -> None:
+    """Bounds count on kept entries only."""
+    mask = np.array([[True, True], [False, True], [True, True]])
+    lower = np.zeros((3, 2))
+    lower[1, 0] = 5.0
+    qprecon.ColumnQP(H, W, mask, lower_NK=lower, upper_NK=1.0)
+    with pytest.raises(ValueError, match="lower > upper at input 1, column 0"):
+        qprecon.ColumnQP(H, W, MASK, lower_NK=lower, upper_NK=1.0)
+
+
+def test_reduced_form_of_a_column_that_is_not_there() -> None:
+    """A column out of range is an IndexError that says how many there are; negative ones count from the end, with an rhs too."""
+    problem = qprecon.ColumnQP(H, W * [[1.0, 2.0]], MASK, rhs_NK=W * [[3.0, 4.0]])
+    last, negative = qprecon.reduced_form(problem, 1), qprecon.reduced_form(problem, -1)
+    np.testing.assert_array_equal(last.linear_I, negative.linear_I)
+    assert last.constant == negative.constant
+    for column in (2, -3):
+        with pytest.raises(IndexError, match=f"column {column}.*2 columns"):
+            qprecon.reduced_form(problem, column)
+
+
+@pytest.mark.parametrize("backend", cases.CPU_BACKENDS)
+def test_default_dtype_is_one_that_the_backend_has(backend: str) -> None:
+    """float32 data goes to a float64-only backend without a dtype being asked for; asking for the wrong one is an error."""
+    record = cases.require(backend)
+    options = {"steps": 20} if backend == "adam" else {}
+    arguments = FAMILIES["well_conditioned"].build().arguments("float32")
+    solution = qprecon.solve(**arguments, backend=backend, tol=1e-2, **options)
+    assert solution.provenance.dtype in record.capabilities.dtypes
+    assert solution.weights.dtype == solution.provenance.dtype
+    if "float32" not in record.capabilities.dtypes:
+        assert "float64" in solution.provenance.automatic["dtype"]
+        with pytest.raises(qprecon.UnsupportedError, match="float32 arithmetic; these can: cholesky"):
+            qprecon.solve(**arguments, backend=backend, dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype("float32"), torch.float32])
+def test_dtype_spellings(dtype: Any) -> None:
+    """A dtype may be named by a string or be numpy's or torch's own."""
+    assert qprecon.solve(**given(), dtype=dtype).weights.dtype == np.float32
+
+
+def test_solution() -> None:
+    """A Solution is frozen, speaks in words, and passes through raise_for_status when all columns are optimal."""
+    solution = qprecon.solve(**given(), backend="cholesky")
+    for name in ("weights", "status", "tol"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(solution, name, None)
+    assert solution.raise_for_status() is solution
+    text = solution.summary()
+    assert "6 of 6 columns certified optimal to 0.0001 by 'cholesky'" in text
+    assert "float64 on cpu" in text
+    assert repr(solution).startswith("Solution: 6 of 6")
+    assert len(repr(solution)) < 1000
+    assert solution.counts() == {Status.OPTIMAL: 6}
+    assert solution.timing.total == pytest.approx(sum(dataclasses.astuple(solution.timing)))
+    assert min(dataclasses.astuple(solution.timing)) >= 0.0
+    assert solution.iterations.dtype == np.int64
+    assert set(solution.provenance.versions) >= {"numpy", "scipy"}
+    assert solution.provenance.options == {}
+
+
+def test_solution_that_is_not_optimal() -> None:
+    """raise_for_status raises with the summary, which names the status, its count and its remedy."""
+    solution = qprecon.solve(**FAMILIES["kappa_1e8"].build().arguments(), backend="pcg", max_iterations=1)
+    assert not solution.optimal.any()
+    with pytest.raises(qprecon.NotOptimalError, match="6 ITERATION_LIMIT: .*raise max_iterations"):
+        solution.raise_for_status()
+    assert "0 of 6 columns" in repr(solution)
+
+
+def test_summary_without_columns() -> None:
+    """K = 0 is a solution too."""
+    solution = qprecon.solve(**FAMILIES["no_columns"].build().arguments())
+    assert "0 of 0 columns" in solution.summary()
+    assert solution.raise_for_status() is solution
+
+
+def test_no_inputs() -> None:
+    """N = 0 is legal and trivially optimal."""
+    solution = qprecon.solve(np.zeros((0, 0)), np.zeros((0, 2)), np.zeros((0, 2), dtype=bool))
+    assert solution.weights.shape == (0, 2)
+    assert solution.optimal.all()
+
+
+def test_status_messages_say_what_to_do() -> None:
+    """Every status but OPTIMAL ends with a remedy."""
+    for status in Status:
+        assert len(status.value) > 20
+        assert (":" in status.value) == (status is not Status.OPTIMAL)
+
+
+def test_automatic_choices_are_explained() -> None:
+    """What "auto" chose stands in the provenance with its reason; what was given does not."""
+    solution = qprecon.solve(**given())
+    assert solution.provenance.automatic["backend"].startswith(solution.provenance.backend + ":")
+    assert solution.provenance.automatic["dtype"].startswith("float64:")
+    assert solution.provenance.automatic["batch_size"] == 6
+    chosen = qprecon.solve(**given(), backend="cholesky", dtype="float64", batch_size=3).provenance.automatic
+    assert not {"backend", "dtype", "batch_size"} & set(chosen)
+
+
+def test_available_backends() -> None:
+    """Every built-in backend is listed with what it can do and how to get it; asking imports nothing."""
+    listed = qprecon.available_backends()
+    assert set(listed) >= {"cholesky", "pcg", "admm", "adam", "mpax", "osqp", "cvxpy"}
+    assert "auto" not in listed
+    for name, entry in listed.items():
+        assert set(entry) == {"installed", "summary", "extra", "missing", "capabilities"}, name
+        assert entry["installed"] == (not entry["missing"])
+        assert entry["summary"]
+        assert {"bounds", "linear", "devices", "dtypes", "form"} <= set(entry["capabilities"])
+        if registry.find(name).requires:
+            assert entry["extra"], f"{name} needs packages, and no extra is named that brings them"
+    assert [name for name in ("mpax", "osqp", "cvxpy") if not listed[name]["capabilities"]["bounds"]] == []
+    assert listed["cholesky"]["installed"] and listed["pcg"]["installed"]
+
+
+def test_every_backend_has_what_the_registry_asks_for() -> None:
+    """A module with ``prepare``, a docstring, and Options, if any, as a frozen dataclass with defaults."""
+    for record in registry.BUILT_IN:
+        cases.require(record.name)
+        module = importlib.import_module(record.target)
+        assert module.__doc__
+        assert list(inspect.signature(module.prepare).parameters) == ["system", "options"]
+        if hasattr(module, "Options"):
+            assert module.Options.__dataclass_params__.frozen
+            module.Options()
