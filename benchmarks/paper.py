@@ -31,6 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+# The package of this checkout, installed or not; this file's own folder is there anyway.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from paper_rows import DENSE, LEARNED, Row, chosen, reference
 
 from qprecon.llm import PruneReport, perplexity, prune_model
@@ -83,6 +87,9 @@ class Bench:
             text = load_texts(self.texts / TEXTS[row.calibration])
             self.calibration[key] = cut_windows(text, tokenizer=self.tokenizer, seqlen=self.seqlen).tokens
         return calibration_windows(self.calibration[key], nsamples=row.windows, seqlen=self.seqlen, seed=SEED)
+
+    def must_learn(self, row: Row) -> bool:
+        return row.mask == LEARNED and (row.calibration, row.windows, row.layers) not in self.learned
 
     def perplexity(self) -> PerplexityResult:
         return perplexity(
@@ -250,13 +257,15 @@ class Budget:
         return time.perf_counter() - self.started
 
     def note(self, row: Row, seconds: float) -> None:
-        key = (row.mask, row.update)
-        self.longest[key] = max(seconds, self.longest.get(key, 0.0))
+        if row.mask != LEARNED:  # whose first row takes far longer than the next
+            key = (row.mask, row.update)
+            self.longest[key] = max(seconds, self.longest.get(key, 0.0))
 
-    def allows(self, row: Row) -> bool:
+    def allows(self, row: Row, learns: bool) -> bool:
+        """`learns`: whether masks are to be learned first, about ten times the work of any other row."""
         if self.seconds is None:
             return True
-        unknown = max(self.longest.values(), default=0.0) * (6 if row.mask == LEARNED else 2)
+        unknown = max(self.longest.values(), default=0.0) * (10 if learns else 2)
         return self.spent + self.longest.get((row.mask, row.update), unknown) <= self.seconds
 
 
@@ -266,7 +275,7 @@ def run(bench: Bench, rows: Sequence[Row], results: Results, budget: Budget) -> 
     for row in rows:
         if results.has(identity(bench, row)):
             continue
-        if not budget.allows(row):
+        if not budget.allows(row, learns=bench.must_learn(row)):
             print(f"stopped before {row}: the budget is nearly spent", flush=True)
             break
         started = time.perf_counter()
