@@ -52,10 +52,10 @@ def table(rows: list[Row]) -> str:
         "# Backends: seconds to a certified gap",
         "",
         "Made by `python benchmarks/backends.py --report` from the JSON files beside this one. Seconds of a warm call with "
-        "certification, compilation apart; **bold**: the fastest certified backend of the row. In brackets: not all columns certified at the "
-        "setting's gap, and the largest gap reached. Dash: does not take part, or over the time limit. Settings: the certified gap "
-        "asked for; `paper` is 1e-2, with rAPDHG (mpax) in the paper's own setting. auto/best: auto's time over the fastest "
-        "certified backend's.",
+        "certification, compilation apart; **bold**: the fastest certified backend of the row. In brackets: not all columns are "
+        "certified at the setting's gap; with the largest gap reached. Dash: does not take part, or over the time limit. Settings: "
+        "the certified gap asked for; `paper` is 1e-2, with rAPDHG (mpax) in the paper's own setting. auto/best: auto's time over "
+        "the fastest certified backend's.",
     ]
     for device in sorted({row["device"] for row in rows}):
         parts += ["", *_device_table([row for row in rows if row["device"] == device], device)]
