@@ -19,12 +19,13 @@ from qprecon.llm.capture import capture_inputs, evaluation_mode
 from qprecon.llm.gram import collect_grams
 from qprecon.llm.loading import choose_device, load_causal_lm
 from qprecon.llm.masks import get_selector
+from qprecon.llm.measure import finished_rows
 from qprecon.llm.output import check_output, save_model
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
 from qprecon.llm.progress import Step, progress_bar
 from qprecon.llm.report import LayerRow, PruneReport
-from qprecon.llm.update import Method, prune_layer
+from qprecon.llm.update import Method, grouped, prune_group
 
 
 def prune_model(
@@ -124,11 +125,11 @@ def _prune_blocks(
                 with clock("gram"):
                     step(block.name, 0)
                     grams = collect_grams(block.module, views, inputs, index, keep_outputs=propagate == "dense")
-                for layer in layers:
-                    rows.append(prune_layer(layer.view, layer.pattern, grams, method))
-                    clock.add("mask", rows[-1].mask_seconds)
-                    clock.add("update", rows[-1].seconds - rows[-1].mask_seconds)
-                    step(block.name, 1)
+                drafts = []
+                for group in grouped(layers, grams, method):
+                    drafts += prune_group(group, grams, method)
+                    step(block.name, len(group))
+                rows += clock.add_rows(finished_rows(drafts))
                 with clock("propagate"):
                     if propagate == "dense":
                         inputs.hidden = grams.outputs
@@ -154,6 +155,15 @@ class _Clock:
 
     def add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def add_rows(self, rows: list[LayerRow]) -> list[LayerRow]:
+        for row in rows:
+            self.add("mask", row.mask_seconds)
+            self.add("solve", row.solve_seconds)
+            self.add("audit", row.audit_seconds)
+            self.add("update", row.update_seconds - row.solve_seconds - row.audit_seconds)
+            self.add("measure", row.seconds - row.mask_seconds - row.update_seconds)
+        return rows
 
 
 @contextmanager
