@@ -16,6 +16,7 @@ from torch import nn
 from qprecon.llm.capture import BlockInputs
 from qprecon.llm.experts import ExpertInputs, eager_experts
 from qprecon.llm.linears import LinearView
+from qprecon.llm.memory import stored
 
 Observe = Callable[[LinearView, torch.Tensor], None]
 
@@ -142,7 +143,7 @@ def _collect(
             try:
                 output = inputs.run(block, index, sample)
                 if keep_outputs:
-                    outputs.append(output.to(inputs.store))
+                    outputs.append(stored(output, inputs.store))
             except _Enough:
                 pass
             accumulator.end_sample()
