@@ -15,9 +15,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_gram_of_each_dtype(dtype):
     torch.manual_seed(0)
     x = (torch.randn(2, 2048, 96, device="cuda") * torch.logspace(-2, 2, 96, device="cuda")).to(dtype)
-    matrix = Gram(torch.zeros(96, 96, device="cuda"))
+    matrix = Gram(torch.zeros(96, 96, device="cuda"), batched=True)
     for sample in x:
         matrix.add(sample)
+    matrix.finish()
     rows = x.reshape(-1, 96).double()
     expected = rows.T @ rows
     scale = expected.diagonal().sqrt()
