@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 from . import registry
@@ -56,10 +57,13 @@ def dtype_name_of(dtype: object) -> str:
 
 def versions(record: registry.Backend) -> dict[str, str]:
     """Versions of qprecon, the array libraries' and the backend's packages."""
-    found = {}
-    for name in ("qprecon", "numpy", "scipy", *record.requires):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: _version(name) for name in ("qprecon", "numpy", "scipy", *record.requires)}
+    return {name: version for name, version in found.items() if version}
+
+
+@functools.cache  # reading a distribution's metadata costs milliseconds, and it does not change while the process runs
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

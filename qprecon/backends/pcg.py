@@ -6,7 +6,7 @@ Each column is CG on its own H_II. In Δ form: the residual is never formed from
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ._vectors import Scalars, vectors
 
 _CHECK_EVERY = 3  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
+_ALIGNMENT = 64  # columns
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r: measured on real layers, see docs/backends.md
 
 
@@ -78,16 +79,28 @@ def prepare(system: System, options: Options) -> SolveChunk:
     def solve_chunk(chunk: Chunk) -> RawColumns:
         if not chunk.start_NK.shape[0] or not chunk.start_NK.shape[1]:
             return RawColumns(chunk.start_NK, "converged", 0, dict(extras))
+        columns = chunk.start_NK.shape[1]
+        if precision == "bf16" and columns % _ALIGNMENT:
+            chunk = _padded(chunk, -columns % _ALIGNMENT)
         apply = precondition.for_columns(shared, chunk.mask_NK) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
-        return _repaired(system.hessian_NN, raw, chunk) if shared and (raw.reported_status == "breakdown").any() else raw
+        if chunk.start_NK.shape[1] != columns:
+            raw = RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)
+        broken = np.flatnonzero(raw.reported_status == "breakdown")
+        return _repaired(system.hessian_NN, raw, chunk, broken) if shared and len(broken) else raw
 
     return solve_chunk
 
 
-def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk) -> RawColumns:
+def _padded(chunk: Chunk, more: int) -> Chunk:
+    """The chunk with ``more`` empty columns: an odd width costs the tensor cores half their speed or worse."""
+    pad = lambda x: None if x is None else namespace(x).nn.functional.pad(x, (0, more))  # noqa: E731
+    fields = ("weights_NK", "mask_NK", "start_NK", "residual_NK", "start_objective_K", "improved_K", "linear_NK")
+    return replace(chunk, **{name: pad(getattr(chunk, name)) for name in fields})
+
+
+def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarray) -> RawColumns:
     """Columns on which dc broke down go on with Jacobi, which is positive whatever the rounding."""
-    broken = np.flatnonzero(raw.reported_status == "breakdown")
     at = namespace(hessian_NN).as_tensor(broken, device=hessian_NN.device) if kind_of(hessian_NN) == "torch" else broken
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
     rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK

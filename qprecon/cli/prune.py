@@ -29,7 +29,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "PRUNED ones, so their 1:4 is 3:4 here",
     )
     parser.add_argument("--mask", default="wanda", help="which weights to keep: wanda (default), magnitude, ...")
-    parser.add_argument("--update", default="optimal", choices=["optimal", "none"], help="rebuild kept weights (default) or not")
+    parser.add_argument(
+        "--update",
+        default="optimal",
+        help="the kept weights: optimal (default); none leaves them; own takes the mask method's; adam uses Adam",
+    )
     parser.add_argument("--backend", default="auto", help="solver; see `qprecon backends` (default auto)")
     parser.add_argument(
         "--calib",
@@ -44,9 +48,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument("--damping", type=float, default=0.01, help="share of the mean diagonal added to H (default 0.01)")
     parser.add_argument("--tol", type=float, default=1e-4, help="certified relative gap asked for (default 1e-4)")
-    parser.add_argument(
-        "--targets", nargs="+", metavar="NAME", help="only these layers: names, endings of names, or re:PATTERN (default all)"
-    )
+    parser.add_argument("--targets", nargs="+", metavar="NAME", help="only these layers: names, globs, or re:PATTERN (default all)")
     parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these layers alone; written like --targets")
     parser.add_argument(
         "--propagate",

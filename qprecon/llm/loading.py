@@ -9,10 +9,16 @@ import torch
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
-    """The device asked for; None and "auto" take the first CUDA device if there is one, else the CPU."""
+    """The device asked for; None and "auto" take the first CUDA device if there is one, else the CPU.
+
+    Raises ValueError for an unknown device, and for CUDA where there is none.
+    """
     if device is None or str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:1") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} was asked for, but this machine has no CUDA device")
     return chosen

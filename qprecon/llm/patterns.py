@@ -26,7 +26,8 @@ _NM_HINT = (
     "N:M keeps N of every M consecutive inputs ('2:4' keeps two of four); the scripts of Wanda and SparseGPT count the "
     "N that are pruned, so their 1:4 is '3:4' here"
 )
-_SMALL_M = 16  # up to here ranks by comparison beat a sort of many tiny segments
+_SMALL_M = 16  # up to here comparing all pairs beats a sort of many tiny segments
+_PAIRS = 2**26  # pairs compared at once, a byte each
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,17 @@ def lowest_of_m(score_NK: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     import torch
 
     N, K = score_NK.shape
-    score = score_NK.reshape(N // pattern.of, pattern.of, K)
-    if pattern.of > _SMALL_M:
+    M, n_pruned = pattern.of, pattern.of - pattern.kept
+    score = score_NK.reshape(N // M, M, K)
+    if M > _SMALL_M:
         rank = score.argsort(dim=1, stable=True).argsort(dim=1)
-    else:
-        rank = torch.empty(score.shape, dtype=torch.int8, device=score.device)
-        for i in range(pattern.of):
-            mine = score[:, i : i + 1]
-            before = (score < mine).sum(1) + (score[:, :i] == mine).sum(1)
-            rank[:, i] = before.to(torch.int8)
-    return (rank < pattern.of - pattern.kept).view(N, K)
+        return (rank < n_pruned).view(N, K)
+    # All pairs of a group at once: few kernels, which is what counts in a sweep over single groups.
+    index_M = torch.arange(M, device=score.device)
+    earlier_MM1 = (index_M.unsqueeze(0) < index_M.unsqueeze(1)).unsqueeze(2)
+    pruned = []
+    for part in score.split(max(1, _PAIRS // max(1, M * M * K))):
+        mine, other = part.unsqueeze(2), part.unsqueeze(1)
+        before = (other < mine) | ((other == mine) & earlier_MM1)
+        pruned.append(before.sum(2, dtype=torch.int8) < n_pruned)
+    return torch.cat(pruned).view(N, K) if pruned else torch.zeros_like(score_NK, dtype=torch.bool)

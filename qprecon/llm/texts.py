@@ -41,7 +41,7 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
     name = str(source)
     if name == "builtin":
         texts = _builtin_texts()
-    elif Path(name).is_file():
+    elif _is_file(name):
         texts = _file_texts(Path(name))
     elif _looks_like_a_path(name):
         raise FileNotFoundError(f"no such text file: {name}")
@@ -67,7 +67,14 @@ def is_source_name(text: str) -> bool:
     """Whether a string given as text is meant for `load_texts`: a file's path, or a single word such as "builtin"."""
     if not text or len(text) > 1000 or "\n" in text:
         return False
-    return not any(character.isspace() for character in text) or Path(text).is_file()
+    return not any(character.isspace() for character in text) or _is_file(text)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # longer than a file's name can be
+        return False
 
 
 def _open_text(path: Path, newline: str | None = None):

@@ -69,10 +69,8 @@ def _imports(path: pathlib.Path) -> list[tuple[str, bool]]:
 
 
 def _layer(path: pathlib.Path) -> str:
-    first = path.relative_to(ROOT).parts[0]
-    if first in ("demo", "__main__.py"):  # programs on top, like the command line
-        return "cli"
-    return first if first in ("llm", "backends", "cli") else "core"
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    return {"llm": "llm", "backends": "backends", "cli": "cli", "demo": "cli", "__main__": "cli"}.get(first, "core")
 
 
 def _is(name: str, *packages: str) -> bool:
@@ -81,18 +79,17 @@ def _is(name: str, *packages: str) -> bool:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_import_direction(path: pathlib.Path) -> None:
-    """llm → core ← backends: the core imports neither, nor any heavy package at module level; llm and backends never meet."""
+    """cli → llm → core ← backends: the core imports no other layer, nor a heavy package at module level; only it loads backends."""
     for name, top in _imports(path):
         match _layer(path):
             case "core":
-                assert not _is(name, "qprecon.backends", "qprecon.cli"), name
-                assert not _is(name, "qprecon.llm"), name
+                assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo", "qprecon.llm"), name
                 assert not (top and name.split(".")[0] in HEAVY), name
                 assert not _is(name, "transformers", "mpax", "cvxpy", "osqp"), name
             case "backends":
-                assert not _is(name, "qprecon.llm", "qprecon.cli", "transformers"), name
+                assert not _is(name, "qprecon.llm", "qprecon.cli", "qprecon.demo", "transformers"), name
             case "llm":
-                assert not _is(name, "qprecon.backends", "qprecon.cli"), name
+                assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo"), name
             case "cli":
                 assert not _is(name, "qprecon.backends"), name
 
@@ -231,7 +228,7 @@ BAD = [
     ("unknown option", {"backend": "pcg", "preconditoner": "dc"}, ValueError, r"'pcg' has no option 'preconditoner'; did you mean"),
     ("option of a backend without", {"backend": "cholesky", "rank": 3}, ValueError, r"'cholesky' has no option 'rank'"),
     ("bad option", {"backend": "pcg", "preconditioner": "ilu"}, ValueError, r"^preconditioner must be"),
-    ("bounds for cholesky", {"backend": "cholesky", "lower": 0.0}, qprecon.UnsupportedError, r"'cholesky' cannot.*these can: .*osqp"),
+    ("bounds for pcg", {"backend": "pcg", "lower": 0.0}, qprecon.UnsupportedError, r"'pcg' cannot do .*these can: .*osqp"),
 ]
 
 

@@ -84,7 +84,7 @@ def test_bad_column_beside_healthy_ones(backend: str, where: str, value: float) 
         found.raise_for_status()
 
 
-@pytest.mark.parametrize("family", ["outlier_channels", "kappa_1e8", "rhs_of_dense_model", "bounds_active", "rank_8_of_256"])
+@pytest.mark.parametrize("family", ["outlier_channels", "kappa_1e8", "rhs_of_dense_model", "bounds_active", "singular_half_rank"])
 @pytest.mark.parametrize("backend", cases.CPU_BACKENDS)
 def test_one_iteration(backend: str, family: str) -> None:
     """One iteration allowed: whatever comes back is audited, and no worse than the masked weights."""

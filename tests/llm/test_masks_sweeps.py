@@ -114,7 +114,7 @@ def test_one_block_of_thanos_is_the_damped_optimum():
 def test_small_chunks_change_nothing(monkeypatch):
     data = random_layer(48, 9)
     whole = thanos.select(data, Pattern.parse("50%"))
-    monkeypatch.setattr(thanos, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(thanos, "_CHUNK_ELEMENTS", {"cpu": 1000})
     parts = thanos.select(data, Pattern.parse("50%"))
     assert torch.equal(whole.mask_NK, parts.mask_NK)
     assert torch.allclose(whole.weights_NK, parts.weights_NK, atol=1e-6)

@@ -79,6 +79,7 @@ SELECTORS: dict[str, Selector] = {
         _record("magnitude", False, False, "Han et al., arXiv 1506.02626"),
         _record("wanda", False, True, "Sun et al., arXiv 2306.11695"),
         _record("sparsegpt", True, True, "Frantar and Alistarh, arXiv 2301.00774"),
+        _record("alps", True, True, "Meng et al., arXiv 2406.07831"),
         _record("thanos", True, True, "Ilin and Richtárik, arXiv 2504.05346"),
         _record(
             "proxsparse", False, False, "Liu et al., arXiv 2502.00258", model_level=True, patterns=("2:4",)

@@ -1,9 +1,10 @@
 """SparseGPT: sweep the inputs, pruning and repairing (Frantar and Alistarh, arXiv 2301.00774, algorithm 1).
 
 With H⁻¹ = UᵀU (U upper triangular, H damped), input i of the sweep has the pruning cost w_i² / U_ii² and pruning it
-changes the later inputs by -w_i U_i,later / U_ii (equations 3 and 4 for the remaining inputs; U holds the inverses of
-all the trailing blocks of H, the paper's section 3.3). Masks are chosen a block of inputs at a time, over all outputs
-together (adaptive selection); for N:M at the first input of each group, from the weights repaired so far.
+changes the later inputs by -w_i U_i,later / U_ii: the paper's equation 3, cost w_i² / G_ii and change -w_i G_:,i / G_ii
+with G the inverse of what is left of H, because U holds these inverses for all the trailing blocks of H. Masks are
+chosen a block of inputs at a time, over all outputs together (adaptive selection); for N:M at the first input of each
+group, from the weights repaired so far.
 
 Departures from the original program, each deliberate:
 - Counts are exact. Block b prunes floor(s * weights so far) - (pruned so far), in all floor(s*N*K). The original prunes
@@ -88,25 +89,35 @@ def starting_weights(layer: LayerData, pattern: Pattern, block_size: int) -> tor
     return weights_NK
 
 
+def damped_hessian(layer: LayerData, damping: float) -> torch.Tensor:
+    """H + λI, float32 (N, N), a new tensor, with λ = damping * mean(diag H)."""
+    if not damping >= 0:
+        raise ValueError(f"damping must not be negative, got {damping!r}")
+    mean = undamped_diagonal(layer).mean()
+    damped_NN = layer.hessian_NN.detach().to(torch.float32, copy=True)
+    # With H = 0 any positive number does: nothing is known, so nothing gets repaired.
+    damped_NN.diagonal().add_(torch.where(mean > 0, damping * mean, 1.0))
+    return damped_NN
+
+
+def checked_cholesky(matrix_NN: torch.Tensor, layer: LayerData, damping: float) -> torch.Tensor:
+    """The lower Cholesky factor; ValueError, naming the layer and a remedy, if there is none."""
+    lower_NN, failed = torch.linalg.cholesky_ex(matrix_NN)
+    if int(failed) or not bool(lower_NN.diagonal().isfinite().all()):
+        raise ValueError(
+            f"layer {layer.name!r}: the Hessian is not positive definite with damping {damping:g} "
+            f"(from {layer.n_samples} tokens for {len(matrix_NN)} inputs); pass a larger damping, for instance "
+            f"{max(10 * damping, 0.01):g}, or more calibration tokens"
+        )
+    return lower_NN
+
+
 def inverse_factor(layer: LayerData, damping: float) -> torch.Tensor:
     """U, upper triangular float32 (N, N), with UᵀU = (H + λI)⁻¹ and λ = damping * mean(diag H).
 
     For every i, U[i:, i:]ᵀ U[i:, i:] is the inverse of the trailing block (H + λI)[i:, i:]. One factorisation: with
-    the order of the inputs reversed, H = RRᵀ (R upper) and U = R⁻¹. ValueError, naming the layer, if there is none.
+    the order of the inputs reversed, H = RRᵀ (R upper) and U = R⁻¹.
     """
-    if not damping >= 0:
-        raise ValueError(f"damping must not be negative, got {damping!r}")
-    diagonal_N = undamped_diagonal(layer)
-    mean = diagonal_N.mean()
-    damped_NN = layer.hessian_NN.detach().to(torch.float32, copy=True)
-    # With H = 0 any positive number does: nothing is known, so nothing gets repaired.
-    damped_NN.diagonal().add_(torch.where(mean > 0, damping * mean, 1.0))
-    lower_NN, failed = torch.linalg.cholesky_ex(damped_NN.flip(0, 1))
-    if int(failed) or not bool(lower_NN.diagonal().isfinite().all()):
-        raise ValueError(
-            f"layer {layer.name!r}: the Hessian is not positive definite with damping {damping:g} "
-            f"(from {layer.n_samples} tokens for {len(diagonal_N)} inputs); pass a larger damping, for instance "
-            f"{max(10 * damping, 0.01):g}, or more calibration tokens"
-        )
-    identity_NN = torch.eye(len(diagonal_N), device=damped_NN.device)
+    lower_NN = checked_cholesky(damped_hessian(layer, damping).flip(0, 1), layer, damping)
+    identity_NN = torch.eye(len(lower_NN), device=lower_NN.device)
     return torch.linalg.solve_triangular(lower_NN.flip(0, 1), identity_NN, upper=True)

@@ -4,7 +4,7 @@ For one output with pruned inputs S of a block that begins at input b, and G the
 weights from b on change by -G[:, S] (G[S, S])⁻¹ w_S (the paper's multi-column update): the exact optimum given S, for
 the weights from b on. What is pruned has the lowest Wanda scores |W_ij| sqrt(H_ii), taken from the weights repaired
 so far. Unstructured: of all remaining inputs and all outputs the r lowest are marked, r being what is left of
-floor(s*N*K), and those that fall in the block go (algorithm 1); the last block takes exactly the rest. N:M: the
+floor(s*N*K), and those that fall in the block go; the last block takes exactly the rest. N:M: the
 M - N lowest of each group, the whole block scored at its start.
 
 With U from `sparsegpt.inverse_factor`, G[block, :] = U[block, block]ᵀ U[block, b:], one product for all outputs.
@@ -25,7 +25,8 @@ from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.sparsegpt import inverse_factor, starting_weights
 from qprecon.llm.patterns import Pattern, lowest, lowest_of_m
 
-_CHUNK_ELEMENTS = 2**27  # 0.5 GB for the batch of small systems; their factors take as much again
+# Elements of a batch of small systems; their factors take as much again. 0.5 GB fills a GPU, a CPU wants to stay small.
+_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 
 
 def select(
@@ -84,10 +85,11 @@ def _repair(rest_RK: torch.Tensor, pruned_BK: torch.Tensor, factor_BR: torch.Ten
     # Outputs of similar counts share a chunk, so that little is padded.
     order_K = counts_K.argsort()
     sorted_counts = counts_K[order_K].tolist()
+    room = _CHUNK_ELEMENTS.get(rest_RK.device.type, 2**23)
     end = K
     while end > 0 and sorted_counts[end - 1] > 0:
         most = sorted_counts[end - 1]
-        begin = max(0, end - max(1, _CHUNK_ELEMENTS // most**2))
+        begin = max(0, end - max(1, room // most**2))
         chosen_C = order_K[begin:end]
         multipliers_BK[:, chosen_C] = _solve(
             inverse_BR[:, :B], pruned_BK[:, chosen_C], rest_RK[:B, chosen_C], most
@@ -101,14 +103,21 @@ def _solve(
     inverse_BB: torch.Tensor, pruned_BC: torch.Tensor, weights_BC: torch.Tensor, most: int
 ) -> torch.Tensor:
     """λ (B, C), zero where kept, with G[S, S] λ_S = w_S for each output's pruned inputs S, at most `most` of them."""
-    # A stable sort lists each output's pruned inputs first; the places after them are padding.
+    B, C = pruned_BC.shape
+    # Row and column B, all zero, stand for the padding of outputs with fewer pruned inputs than `most`.
+    padded_inverse = torch.nn.functional.pad(inverse_BB, (0, 1, 0, 1))
+    padded_weights = torch.nn.functional.pad(weights_BC, (0, 0, 0, 1))
+    # A stable sort lists each output's pruned inputs first.
     index_Cm = pruned_BC.T.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    real_Cm = pruned_BC.T.gather(1, index_Cm)
-    system_Cmm = inverse_BB[index_Cm.unsqueeze(2), index_Cm.unsqueeze(1)]
-    system_Cmm.masked_fill_(~(real_Cm.unsqueeze(2) & real_Cm.unsqueeze(1)), 0)
-    # 1 on the padding's diagonal, with a right-hand side of 0: the padding solves to 0.
-    system_Cmm.diagonal(dim1=1, dim2=2).masked_fill_(~real_Cm, 1)
-    right_Cm = weights_BC.T.gather(1, index_Cm).masked_fill(~real_Cm, 0)
-    # G is a Gram matrix of a computed U, so its blocks are positive definite but for rounding; LU needs no luck.
-    solution_Cm = torch.linalg.solve(system_Cmm, right_Cm)
-    return torch.zeros_like(weights_BC).scatter_(0, index_Cm.T, solution_Cm.T)
+    padding_Cm = ~pruned_BC.T.gather(1, index_Cm)
+    index_Cm = index_Cm.masked_fill(padding_Cm, B)
+    system_Cmm = padded_inverse[index_Cm.unsqueeze(2), index_Cm.unsqueeze(1)]
+    system_Cmm.diagonal(dim1=1, dim2=2).masked_fill_(padding_Cm, 1)  # so the padding solves to 0
+    right_Cm = padded_weights.T.gather(1, index_Cm)
+    # The transpose of a symmetric matrix, for its memory order: LAPACK's, which saves a copy.
+    factor_Cmm, failed_C = torch.linalg.cholesky_ex(system_Cmm.mT)
+    if bool(failed_C.any()):  # positive definite but for rounding: pivoting needs no luck
+        solution_Cm = torch.linalg.solve(system_Cmm, right_Cm)
+    else:
+        solution_Cm = torch.cholesky_solve(right_Cm.unsqueeze(2), factor_Cmm).squeeze(2)
+    return weights_BC.new_zeros(B + 1, C).scatter_(0, index_Cm.T, solution_Cm.T)[:B]

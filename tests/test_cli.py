@@ -1,0 +1,260 @@
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import qprecon
+from qprecon import cli
+from qprecon.llm import perplexity
+
+from .llm.toy_text import toy_llama, toy_tokenizer, words
+
+COMMANDS = ("prune", "eval", "solve", "backends", "demo")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A toy model's folder and a text for it."""
+    path = tmp_path_factory.mktemp("toy")
+    toy_llama(positions=128).save_pretrained(path / "model")
+    toy_tokenizer().save_pretrained(path / "model")
+    (path / "calib.txt").write_text(words(400))
+    (path / "held out.txt").write_text(words(100, start=3))
+    return path
+
+
+def options_of(command):
+    parser = cli._parser()
+    subparser = next(a for a in parser._actions if hasattr(a, "choices") and a.choices).choices[command]
+    return {action.dest for action in subparser._actions}, subparser.format_help()
+
+
+def test_help_loads_no_torch():
+    code = f"""
+import contextlib, io, sys
+from qprecon import cli
+for command in {COMMANDS!r}:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        cli.main([command, "--help"])
+    assert "usage: qprecon " + command in text.getvalue()
+print([name for name in ("torch", "jax", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_python_m_qprecon_runs_it():
+    done = subprocess.run([sys.executable, "-m", "qprecon", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"qprecon {qprecon.__version__}"
+
+
+def test_every_option_of_prune_is_an_argument_of_prune_model():
+    options, text = options_of("prune")
+    parameters = set(inspect.signature(qprecon.llm.prune_model).parameters)
+    assert options - parameters == {"help", "calib", "quiet", "traceback"}
+    assert "KEPT" in text and "PRUNED" in text  # N:M is counted the other way round in Wanda's and SparseGPT's scripts
+
+
+def test_prune_hands_over_what_was_given(monkeypatch, folder):
+    calls = []
+    report = types.SimpleNamespace(summary=lambda: "the summary")
+    monkeypatch.setattr(qprecon.llm, "prune_model", lambda *a, **k: calls.append((a, k)) or report)
+    calib = str(folder / "calib.txt")
+    assert cli.main(["prune", "M", "O", "--calib", calib, "--quiet"]) == 0
+    defaults = inspect.signature(qprecon.llm.pipeline.prune_model).parameters
+    given = dict(out="O", progress=False, device="auto")
+    assert calls[0] == (("M", [words(400)]), {**{k: defaults[k].default for k in calls[0][1]}, **given})
+    line = "prune M O --pattern 2:4 --mask magnitude --update none --backend cholesky --nsamples 3 --seqlen 16 --seed 5"
+    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --calib"
+    assert cli.main([*line.split(), calib]) == 0
+    assert calls[1][1] == dict(
+        pattern="2:4", mask="magnitude", update="none", backend="cholesky", nsamples=3, seqlen=16, seed=5, damping=0.5,
+        tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", sparsity=0.5, out="O", progress=True,
+    )  # fmt: skip
+
+
+def test_prune_then_eval(folder, tmp_path, capsys):
+    out = tmp_path / "pruned"
+    line = f"prune {folder / 'model'} {out} --calib {folder / 'calib.txt'} --nsamples 8 --seqlen 32 --backend cholesky"
+    assert cli.main([*line.split(), "--device", "cpu"]) == 0
+    assert "50.00%" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(out)
+    for layer in model.model.layers:
+        assert (layer.mlp.up_proj.weight == 0).double().mean() == 0.5
+    assert cli.main(["eval", str(out), "--text", str(folder / "held out.txt"), "--seqlen", "32", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    expected = perplexity(model, words(100, start=3), tokenizer=toy_tokenizer(), seqlen=32)
+    assert result["value"] == pytest.approx(float(expected))
+    assert (result["windows"], result["seqlen"], result["bos"]) == (3, 32, "none")
+    assert result["text"] == "held out.txt"
+
+
+def test_eval_prints_window_policy_and_text(folder, capsys):
+    line = ["eval", str(folder / "model"), "--text", str(folder / "calib.txt"), "--seqlen", "64", "--max-windows", "2"]
+    assert cli.main([*line, "--bos", "each", "--quiet", "--autocast", "bfloat16"]) == 0
+    captured = capsys.readouterr()
+    for part in ("calib.txt", "2 windows of 64 tokens", "BOS: each"):
+        assert part in captured.out
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        (["--calib", "nowhere.txt"], "nowhere.txt"),
+        (["--nsamples", "100"], "12 windows of 32; 100 wanted"),
+        (["--mask", "wnada"], "wnada"),
+        (["--backend", "choleski"], "choleski"),
+        (["--sparsity", "1.5"], "1.5"),
+        (["--pattern", "2:5"], "2:5"),
+        (["--targets", "no_such_layer"], "no_such_layer"),
+        (["--device", "warp"], "warp"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options, culprit):
+    calib = [] if "--calib" in options else ["--calib", str(folder / "calib.txt")]
+    small = [] if "--nsamples" in options else ["--nsamples", "4"]
+    out = tmp_path / "out"
+    command = ["prune", str(folder / "model"), str(out), "--seqlen", "32", "--device", "cpu", *calib, *small, *options]
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("qprecon prune: error: ") and culprit in error
+    assert not out.exists()
+
+
+def test_bad_input_prints_no_traceback(folder):
+    command = [sys.executable, "-m", "qprecon", "eval", "./none", "--text", str(folder / "calib.txt")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == ["qprecon eval: error: no such model folder: ./none"]
+
+
+def test_an_output_folder_that_holds_something_else_is_left_alone(folder, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    line = ["prune", str(folder / "model"), str(tmp_path), "--calib", str(folder / "calib.txt")]
+    assert cli.main(line) == 2
+    assert "something else" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_without_calib_and_datasets_it_says_what_to_give(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert cli.main(["prune", str(folder / "model"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "pip install datasets" in error and "builtin" in error and "text file" in error
+
+
+def test_sparsity_and_pattern_exclude_each_other(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["prune", "M", "O", "--sparsity", "0.5", "--pattern", "2:4"])
+    assert stopped.value.code == 2 and "not allowed with" in capsys.readouterr().err
+
+
+def test_traceback_on_request_and_for_our_own_mistakes(monkeypatch, capsys):
+    def fail(error):
+        def available_backends():
+            raise error
+
+        monkeypatch.setattr(qprecon, "available_backends", available_backends)
+
+    fail(ValueError("bad\nvalue"))
+    assert cli.main(["backends"]) == 2
+    assert capsys.readouterr().err == "qprecon backends: error: bad value\n"
+    with pytest.raises(ValueError, match="bad"):
+        cli.main(["backends", "--traceback"])
+    fail(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["backends"])
+    fail(KeyboardInterrupt())
+    assert cli.main(["backends"]) == 130
+
+
+def test_backends_are_listed_with_their_extras(capsys):
+    assert cli.main(["backends"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    facts = qprecon.available_backends()
+    assert set(rows) == set(facts)
+    for name, row in rows.items():
+        assert facts[name]["summary"] in row and facts[name]["extra"] in row
+        assert (" yes " in row.split("cpu")[0]) or not facts[name]["installed"]
+
+
+@pytest.fixture
+def problem():
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((40, 12))
+    return dict(H=x.T @ x, W=generator.standard_normal((12, 5)), mask=generator.random((12, 5)) < 0.5)
+
+
+def test_solve_writes_what_solve_returns(problem, tmp_path, capsys):
+    np.savez(tmp_path / "problem.npz", **problem)
+    out = tmp_path / "deep" / "result"
+    command = ["solve", str(tmp_path / "problem.npz"), "-o", str(out), "--backend", "cholesky", "--damping", "0.01"]
+    assert cli.main(command) == 0
+    solution = qprecon.solve(**problem, backend="cholesky", damping=0.01)
+    with np.load(out) as file:
+        saved = dict(file)
+    assert np.array_equal(saved["weights"], solution.weights)
+    assert np.array_equal(saved["gap_bound"], solution.gap_bound)
+    assert saved["status"].tolist() == ["OPTIMAL"] * 5
+    assert "5 of 5 columns certified" in capsys.readouterr().out
+
+
+def test_solve_takes_an_explicit_rhs(problem, tmp_path):
+    rhs = problem["H"] @ problem["W"] + 1.0
+    np.savez(tmp_path / "problem.npz", **problem, rhs=rhs)
+    assert cli.main(["solve", str(tmp_path / "problem.npz"), "-o", str(tmp_path / "o.npz"), "--backend", "cholesky"]) == 0
+    expected = qprecon.solve(**problem, rhs=rhs, backend="cholesky").weights
+    assert np.array_equal(np.load(tmp_path / "o.npz")["weights"], expected)
+    assert not np.allclose(expected, qprecon.solve(**problem, backend="cholesky").weights)
+
+
+def test_solve_says_by_exit_code_that_a_column_is_not_certified(problem, tmp_path):
+    np.savez(tmp_path / "problem.npz", **problem)
+    command = ["solve", str(tmp_path / "problem.npz"), "-o", str(tmp_path / "o.npz"), "--backend", "cholesky"]
+    assert cli.main([*command, "--tol", "1e-40"]) == 1
+    assert "OPTIMAL" not in np.load(tmp_path / "o.npz")["status"].tolist()
+    problem["W"][0, 2] = np.nan
+    np.savez(tmp_path / "problem.npz", **problem)
+    assert cli.main(command) == 1
+    statuses = np.load(tmp_path / "o.npz")["status"].tolist()
+    assert [i for i, status in enumerate(statuses) if status != "OPTIMAL"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit"),
+    [
+        (lambda p: p.pop("mask"), "lacks mask"),
+        (lambda p: p.update(hessian=p["H"]), "unknown hessian"),
+        (lambda p: p.update(H=p["H"][:, :5]), "H"),
+        (lambda p: p.update(mask=p["mask"] * 2), "mask"),
+        (lambda p: p["H"].__setitem__((0, 0), np.nan), "H"),
+    ],
+)
+def test_solve_names_what_is_wrong_with_a_file(problem, tmp_path, capsys, change, culprit):
+    change(problem)
+    np.savez(tmp_path / "problem.npz", **problem)
+    assert cli.main(["solve", str(tmp_path / "problem.npz"), "-o", str(tmp_path / "o.npz")]) == 2
+    assert culprit in capsys.readouterr().err
+    assert not (tmp_path / "o.npz").exists()
+
+
+def test_solve_refuses_other_files(tmp_path, capsys):
+    (tmp_path / "text.npz").write_text("not arrays")
+    np.save(tmp_path / "single.npy", np.eye(3))
+    for name in ("text.npz", "single.npy", "none.npz"):
+        assert cli.main(["solve", str(tmp_path / name), "-o", str(tmp_path / "o.npz")]) == 2
+        assert name in capsys.readouterr().err
+
+
+def test_torch_is_not_left_in_another_state(folder, capsys):
+    before = torch.random.get_rng_state()
+    cli.main(["eval", str(folder / "model"), "--text", str(folder / "calib.txt"), "--seqlen", "64", "--quiet"])
+    assert torch.equal(before, torch.random.get_rng_state())
