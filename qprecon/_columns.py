@@ -36,7 +36,6 @@ class Setup:
     loaded: registry.Loaded
     cert: Certificate
     scaling: Scaling
-    damped_NN: Array  # in the backend's dtype, unscaled, for the starts' residuals
     solve_chunk: registry.SolveChunk
     dtype: str
     library: str
@@ -232,7 +231,7 @@ def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.
     back_NK = cast(problem.weights_NK[:, columns], "float64") - cast(masked_NK, "float64")
     g_NK = problem.linear("float64", columns)
     quadratic_K = column_dots(back_NK, figures.rho_NK - g_NK)
-    diagonal_N1 = setup.cert.damped_NN.diagonal()[:, None]
+    diagonal_N1 = setup.cert.diagonal_N[:, None]
     xp = namespace(back_NK)
     positive_N1 = xp.where(diagonal_N1 > 0, diagonal_N1, xp.ones_like(diagonal_N1))
     kept_NK = cast(problem.mask_NK[:, columns], "float64")

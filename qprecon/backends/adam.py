@@ -5,7 +5,7 @@ chunk. The loss is the squared error of the layer's outputs in its Gram form, Δ
 −2(r − Hx) at x = ŵ − start.
 
 Adam's steps are as long as its learning rate whatever the loss, so the paper's grid means raw units of the weights: this backend
-asks the core for no normalisation. Its ε is relative to the largest gradient, since an absolute one would tie the result to H's scale.
+asks the core for no normalisation. Its ε is relative to the largest gradient: an absolute one would tie the result to H's scale.
 On one layer the gap was 0.12 after 20 steps and 6e-5 after 200.
 """
 
