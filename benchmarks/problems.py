@@ -80,10 +80,23 @@ def extreme_eigenvalues(h_NN, damping: float, steps: int = 40) -> tuple[float, f
     return float(ends[0][0]), float(ends[1][-1])
 
 
-def from_file(path: str, columns: int | None = None, sparsity: float = 0.5):
+def from_file(path, columns: int | None = None, sparsity: float = 0.5):
     """H, W, mask as numpy arrays from an .npz with H (N, N) and W (N, K); Wanda mask."""
     data = np.load(path)
-    h_NN, w_NK = data["H"], data["W"][:, :columns]
+    return _masked(data["H"], data["W"][:, :columns], sparsity)
+
+
+def from_fixture(path, sparsity: float = 0.5):
+    """The same from an .npz of tests/fixtures/real, which holds the upper triangle of H."""
+    data = np.load(path)
+    w_NK = data["weights_NK"]
+    h_NN = np.zeros((len(w_NK), len(w_NK)), dtype=np.float32)
+    h_NN[np.triu_indices(len(w_NK))] = data["hessian_upper"]
+    return _masked(h_NN + np.triu(h_NN, 1).T, w_NK, sparsity)
+
+
+def _masked(h_NN: np.ndarray, w_NK: np.ndarray, sparsity: float):
+    """H, W and Wanda's mask, ties to the lower input."""
     score_NK = np.abs(w_NK) * np.sqrt(h_NN.diagonal())[:, None]
     order_NK = np.argsort(score_NK, axis=0, kind="stable")
     mask_NK = np.ones(w_NK.shape, dtype=bool)
