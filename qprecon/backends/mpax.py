@@ -11,7 +11,6 @@ the core's later rounds tighten where it was not enough.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,9 +36,9 @@ class Options:
     """Own options.
 
     Attributes:
-        paper: the paper's setting: relative and absolute tolerance 0.01 whatever ``tol`` is, no normalisation by the core, jax's
-            own matmul precision, one round, and its rule that a layer is skipped (comes back as it started) when most of its columns
-            do not converge or its total error grows. The rule sees a chunk: ``batch_size=K`` makes that the layer.
+        paper: the paper's setting: relative and absolute tolerance 0.01 whatever ``tol`` is, no normalisation by the core,
+            jax's own matmul precision, one round, and its rule that a layer is skipped (comes back as it started) when most of
+            its columns do not converge or its total error grows. The rule sees a chunk: ``batch_size=K`` makes that the layer.
         batch: columns a call of MPAX; None means the whole chunk, or 96 with ``paper``.
         jit: False calls MPAX traced anew each time, as the paper's code does; only of use as a baseline.
     """
