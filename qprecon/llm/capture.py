@@ -22,16 +22,18 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass
 class BlockInputs:
-    """Inputs of one block, sample by sample, and the other arguments of all blocks.
+    """Inputs of one block, sample by sample, and the other arguments of all blocks. A sample is a window, or a few of them.
 
-    `hidden[s]` is the input of sample s, (1, T, D) in the model's dtype, on the store device; at first that of block 0.
-    `calls[b][s]` are the other arguments of block b; what is equal between samples is one object.
+    `hidden[s]` is the input of sample s, (B, T, D) in the model's dtype, on the store device; at first that of block 0.
+    `calls[b][s]` are the other arguments of block b; what is equal between samples is one object. `names[s]` says which
+    windows sample s holds.
     """
 
     hidden: list[torch.Tensor]
     calls: list[list[Call]]
     device: torch.device
     store: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    names: list[str] = field(default_factory=list)
 
     @property
     def n_samples(self) -> int:
@@ -77,9 +79,12 @@ def capture_inputs(
     *,
     device: torch.device | str | None = None,
     store: torch.device | str | None = None,
+    batch: int = 1,
     on_sample: Callable[[], None] = lambda: None,
 ) -> BlockInputs:
     """The inputs of all `blocks` for every sample, a (T,) or (1, T) tensor of token numbers.
+
+    With `batch` > 1 neighbours of one length go through the blocks together: small models are then not bound by launches.
 
     Arguments of blocks go to `device`, where the blocks will run; hidden states are kept on `store`. Both are the
     model's device unless given. The model is left as it was found, also after an exception.
@@ -88,16 +93,31 @@ def capture_inputs(
     device, store = torch.device(device or home), torch.device(store or device or home)
     decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
     recorder = _Recorder(blocks, device, store)
-    samples = [sample.reshape(1, -1).to(home) for sample in samples]
+    batches, names = _batched([sample.reshape(1, -1) for sample in samples], batch)
     with evaluation_mode(model), torch.no_grad():
         with _replaced_forwards(blocks, recorder.probe):
-            decoder(input_ids=samples[0][:, :_PROBE_TOKENS], use_cache=False)
+            decoder(input_ids=batches[0][:, :_PROBE_TOKENS].to(home), use_cache=False)
         with _replaced_forwards(blocks, recorder.record):
-            for sample in samples:
+            for tokens in batches:
                 recorder.begin_sample()
-                decoder(input_ids=sample, use_cache=False)
+                decoder(input_ids=tokens.to(home), use_cache=False)
                 on_sample()
-    return BlockInputs(recorder.hidden, recorder.calls, device, store)
+    return BlockInputs(recorder.hidden, recorder.calls, device, store, names)
+
+
+def _batched(samples: Sequence[torch.Tensor], batch: int) -> tuple[list[torch.Tensor], list[str]]:
+    """Neighbours of one length stacked, at most `batch` at a time, and the name of each stack."""
+    batches: list[torch.Tensor] = []
+    names: list[str] = []
+    first = 0
+    while first < len(samples):
+        last = first
+        while last + 1 < min(len(samples), first + batch) and samples[last + 1].shape == samples[first].shape:
+            last += 1
+        batches.append(torch.cat(list(samples[first : last + 1])))
+        names.append(f"sample {first}" if last == first else f"samples {first} to {last}")
+        first = last + 1
+    return batches, names
 
 
 @contextmanager

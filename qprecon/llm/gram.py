@@ -212,7 +212,7 @@ def _check_finite(
 
     def look(view: LinearView, x: torch.Tensor) -> None:
         if not bool(x.isfinite().all()):
-            raise ValueError(f"{view.name}: the activation that enters it is not finite in calibration sample {sample}")
+            raise ValueError(f"{view.name}: the activation that enters it is not finite in calibration {inputs.names[sample]}")
 
     with torch.no_grad(), observed_inputs(block, views, look):
         for sample in range(inputs.n_samples):

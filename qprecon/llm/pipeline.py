@@ -21,7 +21,14 @@ from qprecon.llm.loading import choose_device, load_causal_lm
 from qprecon.llm.masks import get_selector
 from qprecon.llm.output import check_output, save_model
 from qprecon.llm.patterns import Pattern
-from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
+from qprecon.llm.plan import (
+    Plan,
+    calibration_samples,
+    check_method,
+    plan_layers,
+    windows_together,
+    with_given_masks,
+)
 from qprecon.llm.progress import Step, progress_bar
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.update import Method, prune_layer
@@ -117,7 +124,9 @@ def _prune_blocks(
                 method = replace(method, learned_masks=_learn_masks(model, plan, method, samples, device))
         with clock("capture"):
             step("reading inputs", 0)
-            inputs = capture_inputs(model, plan.blocks, samples, device=device, store=store)
+            inputs = capture_inputs(
+                model, plan.blocks, samples, device=device, store=store, batch=windows_together(model, samples, device)
+            )
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             layers, views = plan.layers[index], [layer.view for layer in plan.layers[index]]
             with _placed(block.module, device):

@@ -163,7 +163,7 @@ def fickle_inputs():
     device = torch.device("cpu")
     hidden = [torch.randn(1, 5, 4) for _ in range(3)]
     hidden[1][0, 0, 0] = 9
-    return BlockInputs(hidden, [[Call((), {}, None)] * 3], device, device)
+    return BlockInputs(hidden, [[Call((), {}, None)] * 3], device, device, [f"sample {s}" for s in range(len(hidden))])
 
 
 def test_layers_that_stop_sharing_get_matrices_of_their_own():
