@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
 _EPILOG = """\
 Zeros neither shrink nor speed up a dense checkpoint: OUT holds plain dense safetensors that any software can load.
@@ -28,7 +30,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="N of every M consecutive inputs are KEPT, e.g. 2:4. Careful: the scripts of Wanda and SparseGPT count the "
         "PRUNED ones, so their 1:4 is 3:4 here",
     )
-    parser.add_argument("--mask", default="wanda", help="which weights to keep: wanda (default), magnitude, ...")
+    _add_mask_arguments(parser)
     parser.add_argument(
         "--update",
         default="optimal",
@@ -50,6 +52,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--tol", type=float, default=1e-4, help="certified relative gap asked for (default 1e-4)")
     parser.add_argument("--targets", nargs="+", metavar="NAME", help="only these layers: names, globs, or re:PATTERN (default all)")
     parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these layers alone; written like --targets")
+    parser.add_argument("--skip-attention", action="store_true", help="leave the linear layers of attention alone as well")
     parser.add_argument(
         "--propagate",
         default="pruned",
@@ -60,17 +63,59 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_mask_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mask",
+        help="which weights to keep: wanda (default), magnitude, sparsegpt, thanos, alps, proxsparse, given (the default "
+        "with --mask-file)",
+    )
+    parser.add_argument(
+        "--mask-file",
+        metavar="PATH",
+        help="take the masks from a .npz or .safetensors file with one 0/1 array (outputs, inputs) a layer, or from the zeros "
+        "of a checkpoint folder",
+    )
+    parser.add_argument(
+        "--mask-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the mask method, e.g. block_size=64 (numbers and JSON are understood); may be repeated",
+    )
+
+
+def _mask_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`mask` and `mask_options` of `prune_model`."""
+    options: dict[str, Any] = {}
+    for item in arguments.mask_option:
+        key, equals, text = item.partition("=")
+        if not key or not equals:
+            raise ValueError(f"--mask-option {item!r} is not of the form KEY=VALUE")
+        try:
+            options[key] = json.loads(text)
+        except json.JSONDecodeError:
+            options[key] = text
+    if arguments.mask_file is None:
+        return {"mask": arguments.mask or "wanda", "mask_options": options or None}
+    if arguments.mask not in (None, "given"):
+        raise ValueError(f"--mask-file gives the masks, so --mask {arguments.mask} would have no effect: leave one out")
+    return {"mask": "given", "mask_options": {**options, "masks": arguments.mask_file}}
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
+    mask_arguments = _mask_arguments(arguments)
     from qprecon.llm import prune_model
+    from qprecon.llm.targets import ATTENTION
     from qprecon.llm.texts import load_texts
 
+    ignore = [*(arguments.ignore or []), ATTENTION] if arguments.skip_attention else arguments.ignore
     report = prune_model(
         arguments.model,
         load_texts(arguments.calib),
         sparsity=arguments.sparsity,
         pattern=arguments.pattern,
-        mask=arguments.mask,
+        **mask_arguments,
         update=arguments.update,
         backend=arguments.backend,
         damping=arguments.damping,
@@ -79,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         seqlen=arguments.seqlen,
         seed=arguments.seed,
         targets=arguments.targets,
-        ignore=arguments.ignore,
+        ignore=ignore,
         propagate=arguments.propagate,
         out=arguments.out,
         device=arguments.device,
