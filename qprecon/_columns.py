@@ -23,6 +23,8 @@ from .problem import ColumnQP
 from .status import Status
 
 _ROUNDS = 6  # audited rounds at most; each must at least halve the worst gap to be followed by another
+_DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
+_LEAST_WIDTH = 256
 _HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
 _AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
 _LIMITS = {"iteration_limit": Status.ITERATION_LIMIT, "time_limit": Status.TIME_LIMIT}
@@ -363,6 +365,8 @@ def _automatic_size(setup: Setup) -> int:
         free, _ = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         budget = 0.6 * (free + reserved)
+        k_most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
+        per_column = max(per_column, budget / k_most)  # wider chunks would only take more memory
     most = max(1, min(k, int(budget // max(per_column, 1.0)))) if k else 1
     parts = -(-k // most) if k else 1
     return max(1, -(-k // parts))  # even chunks: a small remainder would cost as many launches as a full one
