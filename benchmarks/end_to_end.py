@@ -29,7 +29,7 @@ from benchmarks.random_models import SHAPES, write_random_model
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.loading import choose_device
 
-IO_PHASES = ("load", "save", "read", "write")  # what is spent waiting for the disk
+IO_PHASES = ("read", "write", "save")  # what is spent waiting for the disk
 
 
 def main() -> None:
@@ -39,14 +39,14 @@ def main() -> None:
     config = transformers.AutoConfig.from_pretrained(folder)
     calibration = _calibration(arguments, config)
     out = Path(arguments.workdir) / f"{folder.name}-pruned"
-    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     rates = measured_rates(device)
     targets = None if arguments.blocks is None else [rf"re:.*\.(layers|h)\.({'|'.join(map(str, range(arguments.blocks)))})\."]
     with Probe(device, _probed(arguments, config)) as probe:
         started = time.perf_counter()
         report = prune_model(
             folder, calibration, pattern=arguments.pattern, mask=arguments.mask, nsamples=arguments.samples, targets=targets,
-            seqlen=arguments.seqlen, out=out, device=device, store=arguments.store, tol=arguments.tol, progress=False,
+            seqlen=arguments.seqlen, out=out, device=device, store=arguments.store, tol=arguments.tol, progress=False, resume=False,
         )  # fmt: skip
         _wait(device)
         total = time.perf_counter() - started - probe.excluded
@@ -111,7 +111,8 @@ def _run(name, device, report: PruneReport, probe: Probe, total: float, rates, c
     phases = {phase: seconds for phase, seconds in report.phase_seconds.items()}
     forward = phases["gram"] - probe.excluded - probe.gram_seconds()
     phases |= {"gram": probe.gram_seconds(), "forward": forward + phases.pop("propagate", 0.0)}
-    seconds_io = sum(phases.get(phase, 0.0) for phase in IO_PHASES)
+    whole = () if report.settings["streamed"] else ("load",)  # then loading reads all weights
+    seconds_io = sum(phases.get(phase, 0.0) for phase in (*IO_PHASES, *whole))
     return {
         "model": name,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else f"none ({platform.processor() or 'cpu'})",

@@ -59,6 +59,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         choices=["pruned", "dense"],
         help="calibrate each block on the inputs that the pruned (default) or the dense blocks before it give",
     )
+    parser.add_argument(
+        "--restart", action="store_true", help="start over where an unfinished run was left beside OUT, instead of continuing it"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
     return parser
 
@@ -129,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         device=arguments.device,
         progress=not arguments.quiet,
+        resume=not arguments.restart,
     )
     if not arguments.quiet:
         print(report.summary())

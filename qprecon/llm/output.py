@@ -73,7 +73,8 @@ def complete_folder(
     _explain(partial, report, tokenizer)
     os.sync()  # before the folder gets its name: a power cut must not leave a name without the content
     _put(partial, out)
-    shutil.rmtree(out / PROGRESS, ignore_errors=True)
+    for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
+        shutil.rmtree(leftover, ignore_errors=True)
     return out
 
 

@@ -90,6 +90,9 @@ class DiskBlocks:
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
         self.reader, self.writer = ThreadPoolExecutor(1, "qprecon-read"), ThreadPoolExecutor(1, "qprecon-write")
+        # One stream a thread for good: the allocator keeps memory apart by stream.
+        streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+        self.read_stream, self.write_stream = streams
         self.ahead: dict[tuple[int, bool], Future] = {}
         self.behind: list[Future] = []
         entries = [journal.entry(_key(index)) for index in range(len(blocks))]
@@ -115,9 +118,8 @@ class DiskBlocks:
     @contextmanager
     def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
         """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`."""
-        pending = self.ahead.pop((index, dense), None)
         with self.clock("read"):
-            tensors = self._load(index, dense) if pending is None else pending.result()
+            tensors = self._taken(index, dense)
         if index + 1 < len(self.blocks):
             self.ahead[index + 1, dense] = self.reader.submit(self._load, index + 1, dense)
         if self.device.type == "cuda":
@@ -170,12 +172,21 @@ class DiskBlocks:
         prefixes = tuple(block.name + "." for block in self.blocks)
         return [name for name in self.stored if not name.startswith(prefixes)]
 
+    def _taken(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
+        pending = self.ahead.pop((index, dense), None)
+        try:
+            if pending is not None:
+                return pending.result()
+        except torch.cuda.OutOfMemoryError:  # while the block before was at its largest; now there is room
+            torch.cuda.empty_cache()
+        return self._load(index, dense)
+
     def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         entry = None if dense else self.journal.entry(_key(index))
         shards = self.shards
         if entry is not None:
             shards = Shards(self.journal.folder, dict.fromkeys(entry["names"], entry["file"]), {}, {}, {})
-        with _own_stream(self.device):
+        with _own_stream(self.read_stream):
             return self._read(shards, self._names(index), self.device)
 
     def _read(self, shards: Shards, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
@@ -191,7 +202,7 @@ class DiskBlocks:
     def _write(self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any) -> None:
         """Under their stored names; a tied tensor once. Rows go with them, for a run that continues this one."""
         own = {self.stored[name]: tensor for name, tensor in tensors.items()}
-        with _own_stream(self.device, after=event):
+        with _own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             zeros = sum(tensor.numel() - int(torch.count_nonzero(tensor)) for tensor in counted)
             own = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
@@ -214,12 +225,11 @@ def _key(index: int) -> str:
 
 
 @contextmanager
-def _own_stream(device: torch.device, after: Any = None) -> Iterator[None]:
-    """On a GPU: a stream beside the computation's, begun after an event; on leaving, its work is done."""
-    if device.type != "cuda":
+def _own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator[None]:
+    """On a GPU: a stream beside the computation's, from an event on; on leaving, its work is done."""
+    if stream is None:
         yield
         return
-    stream = torch.cuda.Stream(device)
     if after is not None:
         stream.wait_event(after)
     with torch.cuda.stream(stream):
