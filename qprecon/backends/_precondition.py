@@ -49,6 +49,11 @@ class Preconditioner:
         v_Kr1 = (residual_NK.T @ self.scaled_factor_Nr)[:, :, None]
         return self.scaled_factor_Nr @ (self.inner_Krr @ v_Kr1)[:, :, 0].T
 
+    def take(self, index: Array) -> Preconditioner:
+        """Of some of the columns."""
+        inner_Krr = None if self.inner_Krr is None else self.inner_Krr[index]
+        return Preconditioner(self.inverse_diagonal_N1, self.scaled_factor_Nr, inner_Krr)
+
 
 def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
     """Randomised Nyström factor of H − ridge·I (the undamped matrix); deterministic.
