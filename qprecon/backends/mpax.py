@@ -11,7 +11,6 @@ the core's later rounds tighten where it was not enough.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

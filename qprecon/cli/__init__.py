@@ -55,5 +55,5 @@ def _parser() -> argparse.ArgumentParser:
     for module in _SUBCOMMANDS:
         subparser = module.add_parser(subparsers)
         subparser.set_defaults(run=module.run)
-        subparser.add_argument("--traceback", action="store_true", help="show where an error came from")
+        subparser.add_argument("--traceback", action="store_true", default=False, help="show where an error came from")
     return parser

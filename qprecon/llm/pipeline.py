@@ -22,7 +22,7 @@ from qprecon.llm.masks import get_selector
 from qprecon.llm.output import check_output, save_model
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
-from qprecon.llm.progress import Step, progress_bar
+from qprecon.llm.progress import Step, progress_bar, progress_mode
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.update import Method, prune_layer
 
@@ -49,7 +49,7 @@ def prune_model(
     device: str | torch.device | None = None,
     store: str | torch.device | None = None,
     dtype: str | torch.dtype | None = "auto",
-    progress: bool = True,
+    progress: bool | str = True,
     mask_options: Mapping[str, Any] | None = None,
     solve_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
@@ -72,6 +72,7 @@ def prune_model(
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; `device` unless given.
         dtype: of a model given by name; "auto" as stored.
+        progress: on stderr: True or "bar"; False or "quiet"; "json" for one line of JSON a layer.
 
     Returns:
         PruneReport, one row a layer.
@@ -82,6 +83,7 @@ def prune_model(
     settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
     clock = _Clock()
     with clock("load"):
+        progress_mode(progress)
         if out is not None:
             check_output(out)
         device = choose_device(device)
@@ -92,7 +94,7 @@ def prune_model(
         check_method(method, plan, propagate, device)
         method = with_given_masks(method, plan)
         samples = calibration_samples(model, calibration, tokenizer, nsamples, seqlen, seed)
-    with progress_bar(plan.n_layers, progress) as step:
+    with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
         rows = _prune_blocks(model, plan, method, samples, propagate, device, store, clock, step)
     settings |= {"pattern": _described(pattern), "device": str(device), "nsamples": len(samples)}
     settings["mask_options"] = {key: value for key, value in (mask_options or {}).items() if key != "masks"}
@@ -128,7 +130,7 @@ def _prune_blocks(
                     rows.append(prune_layer(layer.view, layer.pattern, grams, method))
                     clock.add("mask", rows[-1].mask_seconds)
                     clock.add("update", rows[-1].seconds - rows[-1].mask_seconds)
-                    step(block.name, 1)
+                    step(block.name, 1, layer=layer.view.name, error=rows[-1].error_stored)
                 with clock("propagate"):
                     if propagate == "dense":
                         inputs.hidden = grams.outputs
