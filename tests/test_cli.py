@@ -16,7 +16,7 @@ from qprecon.llm import perplexity
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 
-COMMANDS = ("prune", "eval", "solve", "backends", "demo")
+COMMANDS = ("prune", "eval", "report", "check-sparse", "solve", "backends", "demo")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import qprecon
 
-from . import backends, demo, eval, prune, solve
+from . import backends, check_sparse, demo, eval, prune, report, solve
 
-_SUBCOMMANDS = (prune, eval, solve, backends, demo)
+_SUBCOMMANDS = (prune, eval, report, check_sparse, solve, backends, demo)
 BAD_INPUT = 2
 
 

@@ -32,6 +32,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", metavar="NAME", help="only these layers: names, globs, or re:PATTERN (default all)")
     parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these layers alone; written like --targets")
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--save-masks",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="also write the masks, one bit a weight (masks.npz)",
+    )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--progress", choices=["bar", "json", "quiet"], help="on stderr: a bar (default), a line of JSON a layer, or nothing"

@@ -20,6 +20,7 @@ from qprecon.llm.gram import collect_grams
 from qprecon.llm.loading import choose_device, load_causal_lm
 from qprecon.llm.masks import get_selector
 from qprecon.llm.output import check_output, save_model
+from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
 from qprecon.llm.progress import Step, progress_bar, progress_mode
@@ -50,6 +51,7 @@ def prune_model(
     store: str | torch.device | None = None,
     dtype: str | torch.dtype | None = "auto",
     progress: bool | str = True,
+    save_masks: bool = False,
     mask_options: Mapping[str, Any] | None = None,
     solve_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
@@ -73,6 +75,7 @@ def prune_model(
             between blocks; `device` unless given.
         dtype: of a model given by name; "auto" as stored.
         progress: on stderr: True or "bar"; False or "quiet"; "json" for one line of JSON a layer.
+        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.packed`).
 
     Returns:
         PruneReport, one row a layer.
@@ -103,6 +106,8 @@ def prune_model(
     if out is not None:
         with clock("save"):
             save_model(model, report, out, tokenizer)
+            if save_masks:
+                write_masks(out, [layer.view for layers in plan.layers for layer in layers])
         report = replace(report, phase_seconds=dict(clock.seconds))
     return report
 
@@ -139,7 +144,7 @@ def _prune_blocks(
     return rows
 
 
-_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "sparsity")
+_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity")
 
 
 @dataclass
