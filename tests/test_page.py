@@ -164,7 +164,7 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, tmp_path, width)
     framed = html.escape(page.replace("</body>", f"{probe}</body>"))
     (tmp_path / "probed.html").write_text(f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{framed}"></iframe>')
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += f" --disable-component-update --disable-sync --window-size=1400,1000 --dump-dom"
+    flags += " --disable-component-update --disable-sync --window-size=1400,1000 --dump-dom"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "probed.html").as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     found = json.loads(html.unescape(re.search(r'<html data-found="(.*?)"', dom)[1]))
