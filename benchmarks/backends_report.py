@@ -187,7 +187,8 @@ def _panel(axis: Any, rows: list[Row]) -> None:
         shape = "" if "x" in rows[0]["problem"] else f"{rows[0]['n']}x{rows[0]['k']}, "
         axis.set_title(f"{rows[0]['problem']}\n{shape}κ {kappa}", fontsize=9)
         if never := _unanswered(rows):
-            axis.text(0.98, 0.98, f"no answer in time:\n{', '.join(never)}", transform=axis.transAxes, ha="right", va="top", fontsize=7.5)
+            text = f"no answer in time:\n{', '.join(never)}"
+            axis.text(0.98, 0.98, text, transform=axis.transAxes, ha="right", va="top", fontsize=7.5)
     axis.patch.set_alpha(0.0)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -21,12 +21,14 @@ from qprecon.llm.gram import collect_grams
 from qprecon.llm.journal import Journal, digest
 from qprecon.llm.loading import choose_device, load_causal_lm, load_tokenizer, model_folder
 from qprecon.llm.masks import get_selector
+from qprecon.llm.masks.given import load_masks
 from qprecon.llm.measure import finished_rows
 from qprecon.llm.memory import with_room
 from qprecon.llm.output import check_output, complete_folder, partial_folder, save_model
+from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
-from qprecon.llm.progress import Step, progress_bar
+from qprecon.llm.progress import Step, progress_bar, progress_mode
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
 from qprecon.llm.update import Method, grouped, prune_group
@@ -54,7 +56,8 @@ def prune_model(
     device: str | torch.device | None = None,
     store: str | torch.device | None = None,
     dtype: str | torch.dtype | None = "auto",
-    progress: bool = True,
+    progress: bool | str = True,
+    save_masks: bool = False,
     mask_options: Mapping[str, Any] | None = None,
     solve_options: Mapping[str, Any] | None = None,
     resume: bool = True,
@@ -79,6 +82,8 @@ def prune_model(
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
         dtype: of a model given by name; "auto" as stored.
+        progress: on stderr: True or "bar"; False or "quiet"; "json" for one line of JSON a layer.
+        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.packed`).
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
             True the same call continues it, with the same weights as an uninterrupted run; False starts over.
 
@@ -93,6 +98,7 @@ def prune_model(
     settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
     clock, notes = Clock(), []
     with clock("load"):
+        progress_mode(progress)
         if out is not None:
             check_output(out)
         device = choose_device(device)
@@ -106,7 +112,7 @@ def prune_model(
         samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
         source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
     try:
-        with progress_bar(plan.n_layers, progress) as step:
+        with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
             rows, kept_on = _prune_blocks(source, plan, method, samples, propagate, store, clock, step, notes)
         source.close()
     finally:
@@ -121,6 +127,8 @@ def prune_model(
                 save_model(found.model, report, out, found.tokenizer)
             else:
                 complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
+            if save_masks:
+                write_masks(out, _stored_masks(found, plan, out))
         report = replace(report, phase_seconds=dict(clock.seconds))
     return report
 
@@ -149,13 +157,12 @@ def _prune_blocks(
                         collect = partial(collect_grams, module, views, inputs, index, keep_outputs=dense)
                         grams = with_room(inputs, notes, block.name, collect)
                 if index >= source.finished:
-                    drafts = []
-                    for group in grouped(layers, grams, method):
-                        drafts += prune_group(group, grams, method)
-                        step(block.name, len(group))
+                    drafts = [draft for group in grouped(layers, grams, method) for draft in prune_group(group, grams, method)]
                     rows += (new := finished_rows(drafts))
                     clock.add_rows(new)
                     source.finish(index, new)
+                    for row in new:
+                        step(block.name, 1, layer=row.name, error=row.error_stored)
                 with clock("propagate"):
                     if dense:
                         inputs.hidden = grams.outputs
@@ -164,7 +171,7 @@ def _prune_blocks(
     return rows, inputs.store
 
 
-_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "sparsity", "resume")
+_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity", "resume")
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,14 @@ def _open_source(
 def _learn_masks(source: MemoryBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
     return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
+
+
+def _stored_masks(found: _Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
+    """Which stored weights are not 0, layer -> bool (N, K); read back where the model was written block by block."""
+    views = [layer.view for layers in plan.layers for layer in layers]
+    if found.shards is None:
+        return {view.name: view.weights_NK() != 0 for view in views}
+    return load_masks(out, names=[view.name for view in views])
 
 
 def _described(pattern: Any) -> Any:
