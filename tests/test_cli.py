@@ -73,11 +73,12 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder):
     given = dict(out="O", progress=False, device="auto")
     assert calls[0] == (("M", [words(400)]), {**{k: defaults[k].default for k in calls[0][1]}, **given})
     line = "prune M O --pattern 2:4 --mask magnitude --update none --backend cholesky --nsamples 3 --seqlen 16 --seed 5"
-    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --calib"
+    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --no-resume --calib"
     assert cli.main([*line.split(), calib]) == 0
     assert calls[1][1] == dict(
         pattern="2:4", mask="magnitude", update="none", backend="cholesky", nsamples=3, seqlen=16, seed=5, damping=0.5,
         tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", sparsity=0.5, out="O", progress=True,
+        resume=False,
     )  # fmt: skip
 
 

@@ -57,7 +57,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="calibrate each block on the inputs that the pruned (default) or the dense blocks before it give",
     )
     parser.add_argument(
-        "--restart", action="store_true", help="start over where an unfinished run was left beside OUT, instead of continuing it"
+        "--resume",
+        default=True,
+        action=argparse.BooleanOptionalAction,
+        help="continue a run that was interrupted (default), or start over",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
     return parser
@@ -87,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         device=arguments.device,
         progress=not arguments.quiet,
-        resume=not arguments.restart,
+        resume=arguments.resume,
     )
     if not arguments.quiet:
         print(report.summary())
