@@ -43,6 +43,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="also write the masks, one bit a weight (masks.npz)",
     )
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="continue a run that was interrupted (default), or start over",
+    )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
         "--progress", choices=["bar", "json", "quiet"], help="on stderr: a bar (default), a line of JSON a layer, or nothing"
