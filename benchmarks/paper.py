@@ -23,6 +23,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import sys
 import time
 import traceback
@@ -43,6 +44,7 @@ from qprecon.llm.evaluation import PerplexityResult
 from qprecon.llm.loading import choose_device, load_causal_lm
 from qprecon.llm.masks import get_selector
 from qprecon.llm.plan import plan_layers
+from qprecon.llm.targets import ATTENTION
 from qprecon.llm.texts import load_texts
 from qprecon.llm.windows import TokenWindows, cut_windows
 
@@ -50,7 +52,6 @@ TEXTS = {"wikitext2": "wikitext2_train_5k.txt.gz", "c4": "c4_train_first1000.jso
 TEST_TEXT = "wiki.test.raw.gz"
 SEED, DAMPING, TOL = 0, 0.01, 1e-4
 PROX_EPOCHS = 3
-ATTENTION = r"re:.*\.[^.]*att(n|ention)[^.]*\."
 # By model type and width: folders made from a GGUF don't hold the model's usual name.
 NAMES = {("llama", 576): "SmolLM2-135M", ("gemma3_text", 640): "Gemma-3-270M"}
 
@@ -191,10 +192,9 @@ def describe(report: PruneReport) -> dict:
 
 def _factored(names: list[str]) -> list[str] | dict:
     """Names as blocks times the layers of one block where that gives them all, since they are most of a row's text."""
-    split = [name.split(".", 3) for name in names]
-    if all(len(parts) == 4 for parts in split):
-        blocks = list(dict.fromkeys(".".join(parts[:3]) for parts in split))
-        inner = list(dict.fromkeys(parts[3] for parts in split))
+    found = [re.match(r"(.*?\.\d+)\.(.*)", name) for name in names]
+    if all(found):
+        blocks, inner = (list(dict.fromkeys(match[part] for match in found)) for part in (1, 2))
         if [f"{block}.{layer}" for block in blocks for layer in inner] == names:
             return {"blocks": blocks, "inner": inner}
     return names

@@ -165,7 +165,7 @@ def sizes_table(table: Table) -> str:
     if len(sizes) < 2:
         return ""
     lines = [[*_label(*m), *(_ppl(table.get("wikitext2", "50%", *m, windows=size)) for size in sizes)] for m in SIZE_METHODS]
-    return markdown(["mask, 50 %", "weights", *(f"{size} windows" for size in sizes)], lines)
+    return markdown(["mask, 50 %", "weights", *(f"windows: {size}" for size in sizes)], lines)
 
 
 def prototype_table(table: Table) -> str:
@@ -190,7 +190,7 @@ def sections(table: Table) -> str:
         parts += ["### Only the MLP pruned (`--skip-attention`)", perplexity_table(table, "wikitext2", "mlp")]
     optional = (
         ("### Adam", adam_table(table)),
-        ("### Calibration windows", sizes_table(table)),
+        ("### Perplexity against the number of calibration windows", sizes_table(table)),
         ("### Time to prune, and of that masks + weights", time_table(table) if "wikitext2" in calibrations else ""),
         ("### Certificates", certificate_table(table) if "wikitext2" in calibrations else ""),
         ("### Against the prototype", prototype_table(table)),
@@ -248,6 +248,7 @@ def layer_figure(tables: Sequence[Table], folder: Path) -> list[Path]:
             if ratios := layer_ratios(table, mask):
                 _draw_ratios(axis, ratios, blocks_of(table), colour, f"{WORDS[mask]} (median {statistics.median(ratios):.2f})")
         axis.axhline(1, color="black", linewidth=0.8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set(ylim=(0, None), xlabel="block", ylabel="error, optimal / other")
         axis.set_title(f"{table.model}, 50 %: relative output error of each layer", loc="left")
         axis.legend(ncols=3, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))

@@ -57,7 +57,7 @@ def test_every_row_then_none_then_tables(bench, capsys):
 
     assert paper_tables.main(["--results", str(out), "--no-figures"]) == 0
     page = (out / "paper.md").read_text()
-    parts = ("calibrated on C4", "| Wanda | optimal |", "ProxSparse", "### Adam", "### Certificates", "| 4 windows |", "BOS: none")
+    parts = ("calibrated on C4", "| Wanda | optimal |", "ProxSparse", "### Adam", "### Certificates", "| windows: 4 |", "BOS: none")
     for part in parts:
         assert part in page
     assert "prototype" not in page  # another model, another protocol

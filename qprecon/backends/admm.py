@@ -24,7 +24,7 @@ from ..registry import Chunk, RawColumns, SolveChunk, System
 
 _ITERATION_LIMIT = 5000
 _EVERY = 10  # iterations between two checks: each costs a product, a triangular solve and, on a GPU, a wait
-_PATIENCE = 300  # float32 iterations without progress: rounding rules then, and the core's next round computes the residual anew
+_PATIENCE = 100  # float32 iterations without progress: rounding rules then, and the core's next round computes the residual anew
 _FLOOR = 1e-6  # as in the audit: gaps are not measured relative to less than this share of the start's objective
 
 

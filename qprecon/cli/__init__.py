@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import qprecon
 
-from . import backends, demo, eval, prune, solve
+from . import backends, check_sparse, demo, eval, prune, report, solve
 
-_SUBCOMMANDS = (prune, eval, solve, backends, demo)
+_SUBCOMMANDS = (prune, eval, report, check_sparse, solve, backends, demo)
 BAD_INPUT = 2
 
 
@@ -55,5 +55,5 @@ def _parser() -> argparse.ArgumentParser:
     for module in _SUBCOMMANDS:
         subparser = module.add_parser(subparsers)
         subparser.set_defaults(run=module.run)
-        subparser.add_argument("--traceback", action="store_true", help="show where an error came from")
+        subparser.add_argument("--traceback", action="store_true", default=False, help="show where an error came from")
     return parser

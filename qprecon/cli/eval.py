@@ -1,4 +1,4 @@
-"""`qprecon eval MODEL --text FILE`."""
+"""`qprecon eval MODEL --text FILE --tasks NAMES`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser = subparsers.add_parser(
         "eval",
-        help="perplexity of a model on a text",
-        description="Perplexity over non-overlapping windows, with the window, the BOS policy and the text beside it.",
+        help="perplexity and zero-shot accuracy of a model",
+        description="Perplexity over non-overlapping windows, with the window, the BOS policy and the text beside it, and "
+        "zero-shot accuracy on tasks through lm-eval.",
     )
     parser.add_argument("model", metavar="MODEL", help="a model folder in the Hugging Face layout, or a hub name")
+    _add_perplexity(parser)
+    _add_tasks(parser)
+    parser.add_argument("--batch-size", type=int, help="a forward pass's windows (default 1) or requests of tasks (default 8)")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--save", action="store_true", help="also into MODEL's folder, where `qprecon report` looks for it")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def _add_perplexity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
-        required=True,
         metavar="FILE",
         help='a text file, WikiText\'s .raw file (rows are joined as published), a .jsonl(.gz) file with a "text" field '
         '(documents are joined), or "builtin"',
@@ -28,35 +39,39 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="beginning-of-sequence token: one in each window, one at the start of the text as in the published tables, "
         "none, or auto (default): each if the tokenizer adds one, else none",
     )
-    parser.add_argument("--batch-size", type=int, default=1, help="windows a forward pass (default 1)")
     parser.add_argument("--max-windows", type=int, help="only the first so many windows")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="run the forward pass in half precision")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="zero-shot tasks of lm-eval with commas between them; the paper's six are "
+        "mmlu,piqa,arc_easy,arc_challenge,winogrande,openbookqa, whose average is then printed too",
+    )
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="take the tasks from local jsonl(.gz) files, such as piqa_valid.jsonl, not from the hub"
+    )
+    parser.add_argument("--limit", type=int, help="only the first so many items a task (a subject, for mmlu)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
-    import dataclasses
     import json
-    from pathlib import Path
 
-    from qprecon.llm import perplexity
-    from qprecon.llm.texts import load_texts
+    from qprecon.llm.assessment import evaluate
 
-    result = perplexity(
+    results = evaluate(
         arguments.model,
-        load_texts(arguments.text),
-        seqlen=arguments.seqlen,
-        bos=arguments.bos,
-        batch_size=arguments.batch_size,
+        text=arguments.text,
+        tasks=arguments.tasks,
+        save=arguments.save,
         device=arguments.device,
-        autocast=arguments.autocast,
-        max_windows=arguments.max_windows,
-        text_name=Path(arguments.text).name,
+        batch_size=arguments.batch_size,
         progress=not arguments.quiet,
+        perplexity_options={name: getattr(arguments, name) for name in ("seqlen", "bos", "max_windows", "autocast")},
+        task_options={name: getattr(arguments, name) for name in ("data_dir", "limit")},
     )
-    print(json.dumps(dataclasses.asdict(result)) if arguments.json else result)
+    print(json.dumps(results.to_dict()) if arguments.json else results)
     return 0

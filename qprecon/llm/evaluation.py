@@ -62,7 +62,7 @@ def perplexity(
     autocast: str | torch.dtype | None = None,
     max_windows: int | None = None,
     text_name: str | None = None,
-    progress: bool = False,
+    progress: bool | str = False,
 ) -> PerplexityResult:
     r"""Measure a causal language model's perplexity.
 
@@ -85,7 +85,7 @@ def perplexity(
         autocast: "bfloat16" or "float16" (or the torch dtype) runs the forward pass under torch.autocast.
         max_windows: only the first so many windows.
         text_name: what to call the text in the result.
-        progress: show a bar with the time left on stderr.
+        progress: on stderr: True or "bar" for a bar with the time left, "json" for lines of JSON, False or "quiet".
 
     Raises:
         ValueError: text shorter than one window (with the counts), a window longer than the model's positions, token
@@ -136,7 +136,7 @@ def _check_windows(model: Any, cut: TokenWindows, tokens: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool) -> float:
+def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool | str) -> float:
     device = model.get_input_embeddings().weight.device
     training = model.training
     model.eval()

@@ -1,19 +1,88 @@
-"""A progress bar with the time left, on stderr; nothing where it is not wanted or rich is missing."""
+"""How a long run tells where it is: a bar with the time left, JSON lines for logs, or nothing. All on stderr."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-Step = Callable[[str, int], None]
+MODES = ("bar", "json", "quiet")
+
+
+class Step(Protocol):
+    """`step(stage, advance)`: `advance` units are done since the last call; `layer` and `error` of the newest unit."""
+
+    def __call__(self, stage: str, advance: int, *, layer: str | None = None, error: float | None = None) -> None: ...
+
+
+def progress_mode(progress: bool | str) -> str:
+    """True is "bar", False is "quiet"; ValueError for a word that is no mode."""
+    if isinstance(progress, bool):
+        return "bar" if progress else "quiet"
+    if progress not in MODES:
+        raise ValueError(f"progress must be one of {', '.join(MODES)}, or a bool, got {progress!r}")
+    return progress
 
 
 @contextmanager
-def progress_bar(total: int, enabled: bool) -> Iterator[Step]:
-    """Yields `step(description, advance)`."""
-    if not enabled or not _has_rich():
-        yield lambda description, advance: None
-        return
+def progress_bar(total: int, progress: bool | str, blocks: int | None = None) -> Iterator[Step]:
+    """Yields a `Step`. `total` units of work; `blocks`: how many stages they belong to, where that is worth a word."""
+    mode = progress_mode(progress)
+    state = _State(total, blocks)
+    if mode == "json":
+        yield lambda stage, advance, **news: _print_line(state.took(stage, advance, **news))
+    elif mode == "quiet" or not _has_rich():
+        yield lambda stage, advance, **news: None
+    else:
+        with _rich_bar(total) as update:
+            yield lambda stage, advance, **news: update(state.took(stage, advance, **news), advance)
+
+
+@dataclass
+class _State:
+    """What is known of the run so far."""
+
+    total: int
+    blocks: int | None
+    done: int = 0
+    stage: str = ""
+    finished_stages: int = 0
+    errors: list[float] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    stage_has_work: bool = False
+
+    def took(self, stage: str, advance: int, *, layer: str | None = None, error: float | None = None) -> dict[str, Any]:
+        """Count a step; -> the facts, ready for a line of JSON."""
+        if stage != self.stage:
+            # Stages without units, such as reading the inputs, are no blocks.
+            self.finished_stages += self.stage_has_work
+            self.stage, self.stage_has_work = stage, False
+        self.done += advance
+        self.stage_has_work |= advance > 0
+        if error is not None:
+            self.errors.append(error)
+        seconds = time.monotonic() - self.started
+        left = seconds / self.done * (self.total - self.done) if self.done else None
+        facts = {"stage": stage, "layer": layer, "done": self.done, "total": self.total}
+        if self.blocks is not None:
+            finished = self.finished_stages + (self.done == self.total and self.stage_has_work)
+            facts |= {"blocks_done": finished, "blocks": self.blocks}
+        facts |= {"seconds": round(seconds, 3), "seconds_left": None if left is None else round(left, 3)}
+        facts["mean_error"] = sum(self.errors) / len(self.errors) if self.errors else None
+        facts["gpu_gib"] = _gpu_gib()
+        return facts
+
+
+def _print_line(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _rich_bar(total: int) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -24,10 +93,27 @@ def progress_bar(total: int, enabled: bool) -> Iterator[Step]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[news]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda description, advance: bar.update(task, description=description, advance=advance)
+        task = bar.add_task("", total=total, news="")
+        yield lambda facts, advance: bar.update(task, description=facts["stage"], advance=advance, news=_news(facts))
+
+
+def _news(facts: dict[str, Any]) -> str:
+    """What stands behind the bar: blocks, error and memory, as far as there are any."""
+    parts = [f"block {facts['blocks_done']}/{facts['blocks']}"] if "blocks" in facts else []
+    parts += [f"error {facts['mean_error']:.3g}"] if facts["mean_error"] is not None else []
+    parts += [f"{facts['gpu_gib']:.1f} GiB"] if facts["gpu_gib"] is not None else []
+    return ", ".join(parts)
+
+
+def _gpu_gib() -> float | None:
+    """The most GPU memory that torch has held so far; None without a GPU in use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return round(torch.cuda.max_memory_allocated() / 2**30, 3)
 
 
 def _has_rich() -> bool:

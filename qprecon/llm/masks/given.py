@@ -4,6 +4,7 @@
 | --- | --- |
 | dict: layer name -> array or tensor | (N inputs, K outputs), this package's own |
 | `.npz`, `.safetensors`: one array a layer | (K, N), that of `torch.nn.Linear.weight` |
+| `masks.npz` of `prune_model(save_masks=True)`: packed bits | (K, N) |
 | a folder with `*.safetensors`: kept are the weights that aren't 0 | (K, N), but (N, K) for Conv1D models (GPT-2) |
 
 `orientation="NK"` or "KN" overrides this. A square layer fits both ways and can't be checked, so say it if in doubt.
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from qprecon.llm.masks import LayerData, Selection
+from qprecon.llm.packed import packed_shapes, unpack
 from qprecon.llm.patterns import Pattern
 
 ORIENTATIONS = ("NK", "KN")
@@ -92,6 +94,9 @@ def _open(source: Mapping[str, object] | str | Path) -> tuple[Entries, str]:
         raise FileNotFoundError(f"no masks at {path}")
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as archive:
+            if (shapes := packed_shapes(archive)) is not None:
+                packed = {key: archive[key] for key in shapes}
+                return [(key, lambda key=key: unpack(packed[key], shapes[key])) for key in shapes], "KN"
             return [(key, lambda value=archive[key]: value) for key in archive.files], "KN"
     if path.suffix == ".safetensors":
         return list(_safetensors(path)), "KN"

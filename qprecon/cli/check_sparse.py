@@ -1,0 +1,35 @@
+"""`qprecon check-sparse OUT`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "check-sparse",
+        help="run 2:4 layers through torch's sparse kernels on a GPU",
+        description="Run every 2:4 layer of a pruned model through torch's semi-structured sparse kernels, compare the results "
+        "with the dense ones, and time one layer of each shape.",
+        epilog="Exit code 1: not checked for want of a GPU, no 2:4 layer, or one that the kernels refuse.",
+    )
+    parser.add_argument("model", metavar="OUT", help="a folder that `qprecon prune --pattern 2:4` wrote")
+    parser.add_argument("--tokens", type=int, default=2048, help="rows of the product (default 2048)")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16", help="to compute in (default float16)")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, and print a line a shape."""
+    import torch
+
+    from qprecon.llm.sparse_check import check_sparse
+
+    if not torch.cuda.is_available():
+        print("not checked: torch's semi-structured sparse kernels need an NVIDIA GPU, and there is none here", file=sys.stderr)
+        return 1
+    result = check_sparse(arguments.model, tokens=arguments.tokens, dtype=arguments.dtype)
+    print(result)
+    return 0 if result.ok else 1

@@ -1,0 +1,39 @@
+"""One self-contained HTML page about one or several pruning runs: no network, no scripts, readable on a phone.
+
+Reads the JSON files in the output folders; needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from .layout import page
+from .runs import read_runs
+
+__all__ = ["PAGE_NAME", "write_page"]
+
+PAGE_NAME = "report.html"
+
+
+def write_page(folders: Sequence[str | Path], target: str | Path | None = None) -> Path:
+    """Write the page about the runs in `folders`.
+
+    Args:
+        folders: output folders of `prune_model`; several are compared with one another.
+        target: the file to write; by default `report.html` in the first folder.
+
+    Returns:
+        The file written.
+
+    Raises:
+        FileNotFoundError: a folder without a report. ValueError: no folders, or a report that cannot be read.
+    """
+    text = page(read_runs(folders))
+    path = Path(folders[0]) / PAGE_NAME if target is None else Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+    return path

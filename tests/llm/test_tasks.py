@@ -1,0 +1,256 @@
+"""Tasks through lm-eval: local files make the very requests that lm-eval's own configurations make of the hub's rows."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qprecon import cli
+from qprecon.llm.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
+from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _names, evaluate_tasks
+
+from .toy_text import toy_llama, toy_tokenizer
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qprecon[eval]'")
+
+ARC = [
+    {"question": "w1 w2?", "choices": ["w3", "w4 w5", "w6"], "label": 1},
+    {"question": " w7 w8", "choices": ["w9", "w10", "w11", "w12", "w13"], "label": 4},
+]
+ROWS = {
+    "piqa": [{"goal": "w1 w2", "sol1": "w3 w4", "sol2": "w5", "label": 1}, {"goal": "w6", "sol1": "w7 ", "sol2": "w8", "label": 0}],
+    "arc_easy": ARC,
+    "arc_challenge": ARC,
+    "openbookqa": ARC,
+    "winogrande": [
+        {"sentence": "w1 w2 _ w3 w4.", "option1": "w5", "option2": "w6 w7", "answer": 2},
+        {"sentence": "_ w8", "option1": "w9", "option2": "w10", "answer": "1"},
+    ],
+    "hellaswag": [
+        {"activity_label": "Go [title] w1", "ctx_a": "A w2.  Then w3!", "ctx_b": "the Man w4",
+         "endings": ["w5 [x]w6", "w7"], "label": 1},
+        {"ctx": "Swim: w1 w2. w3. he W4", "endings": ["w5  w6", " w7"], "label": 0},
+        {"ctx": "Bake: w1 w2. W3 w4.", "endings": ["w5", "w6"], "label": 0},
+    ],
+    "lambada_openai": [{"text": "w1 w2, w3 w4"}, {"text": "w5 w6"}],
+    "mmlu": [
+        {"subject": "high_school_physics", "question": " w1 w2? ", "choices": ["w3", "w4", "w5", "w6"], "label": 2},
+        {"subject": "high_school_physics", "question": "w5", "choices": ["w3", "w4", "w5", "w6"], "label": 0},
+        {"subject": "astronomy", "question": "w7", "choices": ["w8", "w9", "w10", "w11"], "label": 3},
+    ],
+}  # fmt: skip
+FILES = {
+    "piqa": "piqa_valid.jsonl.gz", "arc_easy": "arc_easy_test.jsonl", "arc_challenge": "arc_challenge_test.jsonl.gz",
+    "openbookqa": "openbookqa_test.jsonl", "winogrande": "winogrande_dev.jsonl.gz", "hellaswag": "hellaswag_val.jsonl",
+    "lambada_openai": "lambada_openai_test.jsonl.gz", "mmlu": "mmlu_test.jsonl.gz",
+}  # fmt: skip
+PACKAGED = {
+    "piqa": "piqa/piqa", "arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_challenge", "hellaswag": "hellaswag/hellaswag",
+    "openbookqa": "openbookqa/openbookqa", "winogrande": "winogrande/default", "lambada_openai": "lambada/lambada_openai",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, rows in ROWS.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (folder / FILES[name]).write_bytes(gzip.compress(text) if FILES[name].endswith(".gz") else text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_llama(positions=256)
+
+
+def hub_rows(name):
+    """The rows as the hub's data sets have them."""
+    if name in ("arc_easy", "arc_challenge", "openbookqa"):
+        question = "question_stem" if name == "openbookqa" else "question"
+        labels = "ABCDE"
+        return [
+            {question: r["question"], "choices": {"text": r["choices"], "label": list(labels[: len(r["choices"])])},
+             "answerKey": labels[r["label"]]} for r in ROWS[name]
+        ]  # fmt: skip
+    if name == "winogrande":
+        return [{**row, "answer": str(row["answer"])} for row in ROWS[name]]
+    if name == "hellaswag":
+        # What the original data set says of the rows that lack it.
+        parts = [None, ("Swim", "w1 w2. w3.", "he W4"), ("Bake", "w1 w2. W3 w4.", "")]
+        return [
+            row if part is None else {**row, "activity_label": part[0], "ctx_a": part[1], "ctx_b": part[2]}
+            for row, part in zip(ROWS[name], parts, strict=True)
+        ]
+    return ROWS[name]
+
+
+def packaged(path, rows):
+    """lm-eval's own configuration of a task, on rows in memory."""
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / f"{path}.yaml", resolve_func=True)
+    for key in ("dataset_path", "dataset_name", "training_split", "validation_split", "fewshot_split", "fewshot_config", "tag"):
+        config.pop(key, None)
+    documents = Dataset.from_list([{k: v for k, v in row.items() if k != "ctx"} for row in rows])
+    return ConfigurableTask(config={**config, "test_split": "test", "custom_dataset": lambda **_: {"test": documents}})
+
+
+def requests(task):
+    """Every request as (item, which choice, context, continuation), and every item's label."""
+    task.build_all_requests(rank=0, world_size=1)
+    made = [(r.doc_id, r.idx, *r.args) for r in task.instances]
+    multiple = task.config.output_type == "multiple_choice"
+    document = task.doc_to_text if task.multiple_input else task.doc_to_target
+    return made, [document(doc) for doc in task.test_docs()] if multiple else None
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGED))
+def test_local_files_make_the_requests_of_lm_evals_own_configuration(data, name):
+    from qprecon.llm.local_tasks import local_task
+
+    mine, my_labels = requests(local_task(name, data))
+    theirs, labels = requests(packaged(PACKAGED[name], hub_rows(name)))
+    assert mine == theirs and my_labels == labels and len(mine) >= 2
+
+
+@pytest.mark.parametrize("subject", ["astronomy", "high_school_physics"])
+def test_mmlu_has_each_subjects_header(data, subject):
+    from qprecon.llm.local_tasks import local_task
+
+    rows = [{**row, "answer": row["label"]} for row in ROWS["mmlu"] if row["subject"] == subject]
+    theirs, labels = requests(packaged(f"mmlu/default/mmlu_{subject}", rows))
+    mine, my_labels = requests(local_task("mmlu", data))
+    wanted = subject.replace("_", " ")
+    chosen = [(i, c, t) for _, i, c, t in mine if f"about {wanted}." in c]
+    assert chosen == [(i, c, t) for _, i, c, t in theirs]
+    assert [label for label, row in zip(my_labels, ROWS["mmlu"], strict=True) if row["subject"] == subject] == labels
+
+
+@torch.no_grad()
+def log_likelihood(model, context, continuation):
+    """By hand: the sum of log p of the continuation's tokens."""
+    tokenizer = toy_tokenizer()
+    tokens = tokenizer(context + continuation, return_tensors="pt")["input_ids"]
+    n = len(tokenizer(context)["input_ids"])
+    logs = model(tokens).logits.log_softmax(-1)[0]
+    return sum(float(logs[i - 1, tokens[0, i]]) for i in range(n, tokens.shape[1]))
+
+
+def test_scores_are_those_of_the_likelihoods(data, model):
+    model.train()
+    result = evaluate_tasks(model, "piqa,arc_easy", data_dir=data, tokenizer=toy_tokenizer(), batch_size=3)
+    assert model.training
+    model.eval()
+    piqa, arc = result.scores
+    for score, rows, options in (
+        (piqa, ROWS["piqa"], [(r["goal"], [r["sol1"], r["sol2"]]) for r in ROWS["piqa"]]),
+        (arc, ARC, [(r["question"], r["choices"]) for r in ARC]),
+    ):
+        right = []
+        for row, (question, choices) in zip(rows, options, strict=True):
+            found = [log_likelihood(model, f"Question: {question}\nAnswer:", " " + choice) for choice in choices]
+            right.append(max(range(len(found)), key=found.__getitem__) == row["label"])
+        assert score.acc == sum(right) / len(right) and score.items == len(rows)
+        assert score.acc_norm is not None
+
+
+def test_all_tasks_run_and_the_average_is_the_papers(data, model, capsys):
+    before = torch.random.get_rng_state()
+    tokenizer = toy_tokenizer()
+    result = evaluate_tasks(model, [*PAPER_TASKS, "lambada", "hellaswag"], data_dir=data, tokenizer=tokenizer)
+    assert capsys.readouterr().err == "" and torch.equal(before, torch.random.get_rng_state())
+    assert tokenizer.pad_token is None
+    scores = {score.task: score for score in result.scores}
+    assert set(scores) == {*PAPER_TASKS, "lambada_openai", "hellaswag"} and scores["mmlu"].items == 3
+    assert result.average == pytest.approx(sum(scores[name].acc for name in PAPER_TASKS) / 6)
+    assert scores["lambada_openai"].perplexity > 1 and scores["winogrande"].acc_norm is None
+    assert "average of six" in str(result)
+    limited = evaluate_tasks(model, "mmlu", data_dir=data, tokenizer=tokenizer, limit=1)
+    assert limited.scores[0].items == 2 and limited.average is None  # one of each subject
+
+
+def test_standard_errors():
+    scores = tuple(TaskScore(name, 101, 0.5, 0.05) for name in PAPER_TASKS)
+    result = TaskScores(scores, "hub", None, 1.0, {})
+    assert result.average == 0.5 and result.average_stderr == pytest.approx(0.05 / 6**0.5)
+    from lm_eval.api.metrics import mean_stderr
+
+    from qprecon.llm.tasks import _stderr
+
+    outcomes = [1] * 30 + [0] * 71
+    assert _stderr(30 / 101, 101) == pytest.approx(mean_stderr(outcomes))
+
+
+def test_groups_of_the_hub_count_their_subjects():
+    from qprecon.llm.tasks import _score
+
+    results = {
+        "results": {"mmlu": {"acc,none": 0.25}},
+        "group_subtasks": {"mmlu": ["mmlu_stem", "mmlu_b"], "mmlu_stem": ["mmlu_a"]},
+        "n-samples": {"mmlu_a": {"original": 9, "effective": 3}, "mmlu_b": {"original": 5, "effective": 5}},
+    }
+    assert _score("mmlu", results).items == 8
+    with pytest.raises(ValueError, match="reports no acc but f1,none"):
+        _score("other", {"results": {"other": {"f1,none": 1.0}}, "n-samples": {"other": {"effective": 3}}})
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "culprit"),
+    [
+        ("piqa_valid.jsonl", '{"goal": "a", "sol1": "b", "label": 0}', "line 1: the row lacks sol2"),
+        ("piqa_valid.jsonl", "{}\n[", "line 1: the row lacks goal"),
+        ("piqa_valid.jsonl", "no", "line 1: not JSON"),
+        ("piqa_valid.jsonl", "", "no items"),
+        ("other.jsonl", "", "none of piqa_valid.jsonl.gz"),
+    ],
+)
+def test_a_bad_file_is_named_before_the_model_is_loaded(tmp_path, file, text, culprit):
+    (tmp_path / file).write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=culprit):
+        evaluate_tasks("./no such model", "piqa", data_dir=tmp_path)
+
+
+def test_unknown_tasks_and_missing_arguments(data, model, tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'winogrande'"):
+        _names("winogrand", local=True)
+    assert _names("lambada, piqa,piqa", local=True) == ["lambada_openai", "piqa"]
+    with pytest.raises(ValueError, match="limit"):
+        evaluate_tasks(model, "piqa", data_dir=data, limit=0)
+    with pytest.raises(ValueError, match="tokenizer"):
+        evaluate_tasks(model, "piqa", data_dir=data)
+    with pytest.raises(ValueError, match="--text, --tasks"):
+        evaluate(tmp_path)
+
+
+def test_the_command_measures_and_keeps_results_beside_the_model(data, model, tmp_path, capsys):
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 50}" for i in range(200)))
+    line = ["eval", str(folder), "--text", str(text), "--seqlen", "32", "--tasks", "piqa,openbookqa", "--data-dir", str(data)]
+    assert cli.main([*line, "--quiet", "--device", "cpu", "--save"]) == 0
+    assert "openbookqa" in capsys.readouterr().out
+    for _ in range(2):  # the second time replaces the first
+        assert cli.main([*line, "--quiet", "--device", "cpu", "--save", "--json", "--limit", "1"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    saved = json.loads((folder / EVALUATION_NAME).read_text())
+    assert [row["task"] for row in saved["tasks"]] == ["piqa", "openbookqa"] * 2
+    assert [row["limit"] for row in saved["tasks"]] == [None, None, 1, 1]
+    assert len(saved["perplexity"]) == 1 and saved["perplexity"][0]["value"] == result["perplexity"]["value"]
+    assert result["tasks"]["scores"][0]["items"] == 1
+
+
+def test_results_under_other_conditions_stay(tmp_path):
+    from qprecon.llm.evaluation import PerplexityResult
+
+    base = dict(windows=2, targets=2, tokens_read=9, seqlen=8, bos="none", text="a", seconds=1.0)
+    for value, text in ((3.0, "a"), (4.0, "b"), (5.0, "a")):
+        _add(tmp_path / "e.json", Evaluation(PerplexityResult(value=value, **{**base, "text": text}), None))
+    rows = json.loads((tmp_path / "e.json").read_text())["perplexity"]
+    assert [(row["text"], row["value"]) for row in rows] == [("b", 4.0), ("a", 5.0)]

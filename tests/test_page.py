@@ -1,0 +1,173 @@
+"""The HTML page: complete, self-contained, escaped, and readable at both widths in a real browser."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from qprecon import cli
+from qprecon.llm import assessment, output, prune_model, recipe
+from qprecon.page import runs, write_page
+from qprecon.page.charts import _linear_scale, _log_scale
+
+from .llm.families import build, tokens
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+VOID = {"meta", "br", "path", "line", "rect", "circle"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """An optimal and a mask-only run of a toy model, the first with an evaluation, a recipe and a hostile name."""
+    home = tmp_path_factory.mktemp("runs")
+    for name, update in (("a<b&c", "optimal"), ("plain", "none")):
+        model = build("llama")
+        model.config._name_or_path = "toy<script>alert(1)</script>"
+        prune_model(model, tokens(4), out=home / name, update=update, backend="cholesky", progress=False)
+    scores = [
+        {"task": name, "source": "hub", "limit": None, "items": 10, "acc": 0.5, "acc_stderr": 0.1, "acc_norm": None,
+         "acc_norm_stderr": None, "perplexity": None} for name in ("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande")
+    ]  # fmt: skip
+    scores.append({**scores[0], "task": "openbookqa", "acc": 0.2})
+    perplexities = [{"value": 41.25, "text": "wiki", "seqlen": 512, "windows": 4, "bos": "none"}]
+    saved = {"format": 1, "perplexity": perplexities, "tasks": scores}
+    (home / "a<b&c" / assessment.EVALUATION_NAME).write_text(json.dumps(saved))
+    (home / "a<b&c" / recipe.RECIPE_NAME).write_text("mask: wanda\n")
+    return [home / "a<b&c", home / "plain"]
+
+
+class Checker(HTMLParser):
+    """Tags that match, text, and everything that could reach the network or run."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.text, self.tags, self.links = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href") or name.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_names_are_those_that_the_rest_writes():
+    assert (runs.REPORT_NAME, runs.EVALUATION_NAME, runs.RECIPE_NAME) == (
+        output.REPORT_NAME, assessment.EVALUATION_NAME, recipe.RECIPE_NAME,
+    )  # fmt: skip
+
+
+def test_a_page_is_self_contained_and_says_everything(folders):
+    path = write_page(folders[:1])
+    assert path == folders[0] / "report.html"
+    text = path.read_text()
+    page = Checker(text)
+    assert "script" not in page.tags and page.links == [] and "url(" not in text and "@import" not in text
+    assert "prefers-color-scheme:dark" in text and "width=device-width" in text
+    shown = " ".join(page.text)
+    assert "toy<script>alert(1)</script>" in shown  # as text
+    report = json.loads((folders[0] / output.REPORT_NAME).read_text())
+    for row in report["layers"]:
+        assert row["name"] in shown and f"{row['error_stored']:.4g}" in shown
+    marks = re.findall(r"<title>([^<]*?): as stored ([\d.e-]+)</title>", text)
+    assert [name for name, _ in marks] == [row["name"] for row in report["layers"]]
+    assert [float(value) for _, value in marks] == [float(f"{row['error_stored']:.4g}") for row in report["layers"]]
+    for part in ("41.25", "perplexity, wiki, windows of 512", "average of six", "45.00%", "mask: wanda", "asked for: 0.0001"):
+        assert part in shown
+    assert 'class="warn"' not in text
+    for phase in report["phase_seconds"]:
+        assert phase in shown
+
+
+def test_warnings_are_shown(folders, tmp_path):
+    report = json.loads((folders[0] / output.REPORT_NAME).read_text())
+    report["warnings"] = ["1 experts got no token"]
+    report["fallbacks"] = 3
+    report["layers"][1] |= {"uncertified": 2, "relative_gap": None, "note": "magnitude mask"}
+    report["layers"][2] |= {"relative_gap": 0.0, "error_stored": 0.0}
+    report["largest_gap"] = None
+    (tmp_path / output.REPORT_NAME).write_text(json.dumps(report))
+    shown = " ".join(Checker(write_page([tmp_path]).read_text()).text)
+    parts = ("1 experts got no token", "3 columns kept their start", "2 of", "without any certificate", "magnitude mask")
+    for part in (*parts, "unbounded"):
+        assert part in shown
+
+
+def test_several_runs_are_compared(folders, tmp_path, capsys):
+    target = tmp_path / "deep" / "both.html"
+    assert cli.main(["report", *map(str, folders), "-o", str(target)]) == 0
+    assert capsys.readouterr().out.strip() == str(target)
+    text = target.read_text()
+    page = Checker(text)
+    assert page.tags.count("h2") == 3 and "a<b&c" in page.text and "plain" in page.text
+    table = text[text.index('class="runs"') : text.index("</table>")]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", table.split("update</td>")[1])[:2] == ["optimal", "none"]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", table.split("BOS none)</td>")[1])[:2] == ["41.25", "–"]
+    other = json.loads((folders[1] / output.REPORT_NAME).read_text())
+    other["layers"] = other["layers"][:3]
+    (tmp_path / output.REPORT_NAME).write_text(json.dumps(other))
+    assert "different layers" in write_page([folders[0], tmp_path], target).read_text()
+
+
+def test_folders_that_are_no_runs_are_named(folders, tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no qprecon_report.json" in capsys.readouterr().err
+    for text, culprit in (("no", "not JSON"), ('{"format": 7}', "another format")):
+        (tmp_path / output.REPORT_NAME).write_text(text)
+        with pytest.raises(ValueError, match=culprit):
+            write_page([folders[0], tmp_path])
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    assert runs._names([tmp_path / "x" / "out", tmp_path / "y" / "out"]) == ["x/out", "y/out"]
+    assert len(set(runs._names([tmp_path, tmp_path]))) == 1  # the same run twice ends too
+
+
+@pytest.mark.parametrize("values", [[0.3, 1e-6], [0.0, 0.5], [1.0], [0.0], [1e-300, 1e300]])
+def test_scales_hold_their_values(values):
+    for scale in (_log_scale(values), _linear_scale([v for v in values if v < 1e200])):
+        heights = [scale.y(value) for value in values]
+        assert all(0 <= height <= 280 for height in heights)
+        assert (heights[0] < heights[-1]) == (values[0] > values[-1])
+        assert 2 <= len(scale.ticks) <= 12 and min(scale.ticks) >= scale.low * 0.999 - 1e-12
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it_without_sideways_scrolling(folders, tmp_path, width):
+    page = write_page(folders, tmp_path / "page.html").read_text()
+    # Only this copy has a script: it notes what the layout came to.
+    probe = (
+        "<script>addEventListener('load',()=>{const w=document.documentElement,s=[...document.querySelectorAll('svg.wide')];"
+        "parent.document.documentElement.dataset.found=JSON.stringify({page:w.scrollWidth,window:innerWidth,charts:s.length,"
+        "smallest:Math.min(...s.map(e=>e.getBoundingClientRect().width)),"
+        "text:Math.min(...s.map(e=>e.querySelector('text').getBoundingClientRect().height)),"
+        "background:getComputedStyle(document.body).backgroundColor})})</script>"
+    )
+    # In a frame, since a window of headless Chromium is never narrower than 500 pixels.
+    framed = html.escape(page.replace("</body>", f"{probe}</body>"))
+    (tmp_path / "probed.html").write_text(f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{framed}"></iframe>')
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --window-size=1400,1000 --dump-dom"
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "probed.html").as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    found = json.loads(html.unescape(re.search(r'<html data-found="(.*?)"', dom)[1]))
+    assert found["window"] == width and found["page"] <= width
+    assert found["charts"] == 8 and found["smallest"] > 0.8 * min(width, 900) and found["text"] > 9
+    assert found["background"] != "rgba(0, 0, 0, 0)"
