@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
-EXTRAS := mpax,osqp,cvxpy,torch,llm,demo,eval,docs,lint,test
+EXTRAS := mpax,osqp,cvxpy,torch,llm,demo,eval,docs,lint,bench,test
 MODEL ?=
 DEMO_JSON ?=
 

@@ -59,10 +59,44 @@ def condition_number(h_NN, damping: float) -> float:
     return float((values_N[-1] + ridge) / (values_N[0].clamp(min=0) + ridge))
 
 
-def from_file(path: str, columns: int | None = None, sparsity: float = 0.5):
+def extreme_eigenvalues(h_NN, damping: float, steps: int = 40) -> tuple[float, float]:
+    """Smallest and largest eigenvalue of H + λI by (inverse) power iteration on a block, in float64: for large N.
+
+    Rayleigh quotients: the smallest is a little too large and the largest a little too small, so κ is not overstated.
+    """
+    import torch
+
+    a_NN = h_NN.to(torch.float64, copy=True)
+    a_NN.diagonal().add_(damping * a_NN.diagonal().mean())
+    factor_NN = torch.linalg.cholesky(a_NN)
+    generator = torch.Generator(a_NN.device).manual_seed(0)
+    start_NB = torch.randn(len(a_NN), 16, generator=generator, device=a_NN.device, dtype=a_NN.dtype)
+    ends = []
+    for apply in (lambda x_NB: torch.cholesky_solve(x_NB, factor_NN), lambda x_NB: a_NN @ x_NB):
+        block_NB = start_NB
+        for _ in range(steps):
+            block_NB = torch.linalg.qr(apply(block_NB))[0]
+        ends.append(torch.linalg.eigvalsh(block_NB.T @ a_NN @ block_NB))
+    return float(ends[0][0]), float(ends[1][-1])
+
+
+def from_file(path, columns: int | None = None, sparsity: float = 0.5):
     """H, W, mask as numpy arrays from an .npz with H (N, N) and W (N, K); Wanda mask."""
     data = np.load(path)
-    h_NN, w_NK = data["H"], data["W"][:, :columns]
+    return _masked(data["H"], data["W"][:, :columns], sparsity)
+
+
+def from_fixture(path, sparsity: float = 0.5):
+    """The same from an .npz of tests/fixtures/real, which holds the upper triangle of H."""
+    data = np.load(path)
+    w_NK = data["weights_NK"]
+    h_NN = np.zeros((len(w_NK), len(w_NK)), dtype=np.float32)
+    h_NN[np.triu_indices(len(w_NK))] = data["hessian_upper"]
+    return _masked(h_NN + np.triu(h_NN, 1).T, w_NK, sparsity)
+
+
+def _masked(h_NN: np.ndarray, w_NK: np.ndarray, sparsity: float):
+    """H, W and Wanda's mask, ties to the lower input."""
     score_NK = np.abs(w_NK) * np.sqrt(h_NN.diagonal())[:, None]
     order_NK = np.argsort(score_NK, axis=0, kind="stable")
     mask_NK = np.ones(w_NK.shape, dtype=bool)

@@ -16,13 +16,15 @@ import numpy as np
 from . import registry
 from .audit import Audit, Certificate, audit, relative_gap
 from .errors import BackendBrokenError
-from .interop import Array, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
+from .interop import Array, as_given_back, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
 from .linalg import column_dots
 from .normalise import ColumnScaling, Scaling
 from .problem import ColumnQP
 from .status import Status
 
 _ROUNDS = 6  # audited rounds at most; each must at least halve the worst gap to be followed by another
+_DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
+_LEAST_WIDTH = 256
 _HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
 _AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
 _LIMITS = {"iteration_limit": Status.ITERATION_LIMIT, "time_limit": Status.TIME_LIMIT}
@@ -36,7 +38,6 @@ class Setup:
     loaded: registry.Loaded
     cert: Certificate
     scaling: Scaling
-    damped_NN: Array  # in the backend's dtype, unscaled, for the starts' residuals
     solve_chunk: registry.SolveChunk
     dtype: str
     library: str
@@ -232,7 +233,7 @@ def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.
     back_NK = cast(problem.weights_NK[:, columns], "float64") - cast(masked_NK, "float64")
     g_NK = problem.linear("float64", columns)
     quadratic_K = column_dots(back_NK, figures.rho_NK - g_NK)
-    diagonal_N1 = setup.cert.damped_NN.diagonal()[:, None]
+    diagonal_N1 = setup.cert.diagonal_N[:, None]
     xp = namespace(back_NK)
     positive_N1 = xp.where(diagonal_N1 > 0, diagonal_N1, xp.ones_like(diagonal_N1))
     kept_NK = cast(problem.mask_NK[:, columns], "float64")
@@ -272,8 +273,8 @@ def _run(
             f"backend {setup.loaded.record.name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, "
             f"not {tuple(chunk.start_NK.shape)}"
         )
-    answer_NK = scale.unscale_weights(back_to(raw.weights_NK, weights_NK))
-    return raw, problem.clip(answer_NK, wanted)
+    answer_NK = problem.clip(scale.unscale_weights(back_to(raw.weights_NK, weights_NK)), wanted)
+    return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
 
 
 def _scaled_objective(setup: Setup, scale: ColumnScaling, figures: Audit, local: np.ndarray, wanted: Any) -> Array:
@@ -364,6 +365,8 @@ def _automatic_size(setup: Setup) -> int:
         free, _ = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         budget = 0.6 * (free + reserved)
+        k_most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
+        per_column = max(per_column, budget / k_most)  # wider chunks would only take more memory
     most = max(1, min(k, int(budget // max(per_column, 1.0)))) if k else 1
     parts = -(-k // most) if k else 1
     return max(1, -(-k // parts))  # even chunks: a small remainder would cost as many launches as a full one

@@ -90,7 +90,7 @@ def solve(
 
 def _set_up(problem: ColumnQP, loaded: registry.Loaded, dtype: str) -> _columns.Setup:
     cert = certificate(problem)
-    damped_NN = cast(cert.damped_NN, dtype)
+    damped_NN = problem.damped_hessian(dtype)
     capabilities = loaded.capabilities
     scaling = layer_scaling(capabilities.scaling, damped_NN)
     own = problem.place.library
@@ -105,7 +105,7 @@ def _set_up(problem: ColumnQP, loaded: registry.Loaded, dtype: str) -> _columns.
         if "out of memory" in str(error).lower():
             raise
         raise BackendBrokenError(f"backend {loaded.record.name!r} failed to set up: {error!r}") from error
-    return _columns.Setup(problem, loaded, cert, scaling, damped_NN, solve_chunk, dtype, library)
+    return _columns.Setup(problem, loaded, cert, scaling, solve_chunk, dtype, library)
 
 
 def _assemble(

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from .interop import Array, cast, kind_of, namespace, to_numpy
-from .linalg import add_to_diagonal, cholesky, column_dots, solve_lower
-from .problem import ColumnQP, mean_diagonal
+from .linalg import add_to_diagonal, cholesky, column_dots, frobenius_norm, solve_lower
+from .problem import ColumnQP
 
 UNIT = 2.0**-53  # unit roundoff of float64
 FLOOR = 1e-6
@@ -27,6 +27,7 @@ FLOOR = 1e-6
 (f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
 
 _LADDER = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11)  # trial shifts without damping, in units of mean(diag H)
+_PIECE = 2**24  # entries audited at a time; the float64 temporaries take some 80 bytes for each
 _PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
 
 
@@ -35,7 +36,7 @@ class Certificate:
     """What the audit shares between columns: A and its verified factor.
 
     Attributes:
-        damped_NN: A, (N, N) float64.
+        diagonal_N: diagonal of A, (N,) float64.
         factor_NN: L with LLᵀ ⪯ A, or None where A is not positive definite to working precision.
         lambda_min: verified lower bound on the smallest eigenvalue of A on its live inputs; 0.0 without a factor.
         dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has 1s for them: no feasible residual reaches them.
@@ -43,7 +44,7 @@ class Certificate:
             singular Gram matrix that was accumulated or stored in float32 fails this.
     """
 
-    damped_NN: Array
+    diagonal_N: Array
     factor_NN: Array | None
     lambda_min: float
     norm: float  # Frobenius norm of A
@@ -53,13 +54,14 @@ class Certificate:
     @property
     def rounding(self) -> float:
         """Bound on ‖fl(AΔ) − AΔ‖ / ‖Δ‖."""
-        n = self.damped_NN.shape[0]
+        n = self.diagonal_N.shape[0]
         return 1.01 * (n + 2) * UNIT * self.norm
 
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """Figures of each column, (K,) float64 numpy: see ``Solution`` for what they mean; and ρ = g − AΔ, (N, K) float64."""
+    """Figures of each column, (K,) float64 numpy: see ``Solution`` for what they mean; and ρ = g − AΔ, (N, K), rounded
+    from float64 to the dtype of the weights audited."""
 
     objective: np.ndarray
     gap_bound: np.ndarray
@@ -74,29 +76,33 @@ def certificate(problem: ColumnQP) -> Certificate:
     Raises:
         ValueError: H + λI has a clearly negative eigenvalue.
     """
-    a_NN = problem.damped_hessian("float64")
-    n, mean = problem.n_inputs, mean_diagonal(a_NN)
-    norm = float((a_NN * a_NN).sum()) ** 0.5 if n else 0.0
+    diagonal_N = cast(problem.hessian_NN.diagonal(), "float64") + problem.ridge
+    n, mean = problem.n_inputs, float(diagonal_N.sum()) / max(problem.n_inputs, 1)
+    norm = frobenius_norm(problem.hessian_NN) + n**0.5 * problem.ridge
     error = 1.01 * (n + 1) * UNIT * mean * n  # backward error of a Cholesky factorisation
-    dead_N = a_NN.diagonal() == 0
+    dead_N = diagonal_N == 0
     any_dead = bool(dead_N.any())
-    live_NN = add_to_diagonal(a_NN, mean * cast(dead_N, "float64")) if any_dead else a_NN
+    fill_N = mean * cast(dead_N, "float64") if any_dead else 0.0
+    shifted = lambda by: cholesky(add_to_diagonal(cast(problem.hessian_NN, "float64"), fill_N + problem.ridge - by))  # noqa: E731
     trials = [problem.ridge / 16.0, *(mean * step for step in _LADDER)]
     for trial in trials:
         if trial < 4.0 * error or n == 0:
             continue
-        factor_NN = cholesky(add_to_diagonal(live_NN, -trial))
+        factor_NN = shifted(trial)
         if factor_NN is None:
             continue
         if trial != trials[0]:  # a trial near λ_min leaves a nearly singular factor and a useless bound: step well below it
             trial = max(trial / 16.0, 4.0 * error)
-            factor_NN = cholesky(add_to_diagonal(live_NN, -trial))
+            factor_NN = shifted(trial)
         if factor_NN is not None:
-            return Certificate(a_NN, factor_NN, trial - 2.0 * error, norm, dead_N if any_dead else None)
-    semidefinite = mean == 0.0 or cholesky(add_to_diagonal(a_NN, 100.0 * error)) is not None
-    if not semidefinite:
-        _refuse_indefinite(a_NN, max(100.0 * error, 1e-6 * mean))
-    return Certificate(a_NN, None, 0.0, norm, semidefinite=semidefinite)
+            return Certificate(diagonal_N, factor_NN, trial - 2.0 * error, norm, dead_N if any_dead else None)
+    semidefinite = mean == 0.0 or shifted(-100.0 * error) is not None
+    if not semidefinite and shifted(-max(100.0 * error, 1e-6 * mean)) is None:
+        raise ValueError(
+            "H is clearly indefinite (H plus damping has a negative eigenvalue): it is no Gram matrix. "
+            "Accumulate XᵀX in float32 or better"
+        )
+    return Certificate(diagonal_N, None, 0.0, norm, semidefinite=semidefinite)
 
 
 def audit(
@@ -106,30 +112,48 @@ def audit(
 
     Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite.
     """
+    n, k = weights_NK.shape
+    width = max(1, _PIECE // max(n, 1))
+    pieces = [slice(first, min(first + width, k)) for first in range(0, k, width)] or [slice(0, 0)]
+    rho_NK = namespace(weights_NK).empty_like(weights_NK)
+    figures = [
+        _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify) for piece in pieces
+    ]
+    objective_K, gap_K, stationarity_K, violation_K = (np.concatenate(parts) for parts in zip(*figures, strict=True))
+    return Audit(objective_K, gap_K, stationarity_K, violation_K, rho_NK)
+
+
+def _part(columns: Any, piece: slice, k: int) -> Any:
+    """The problem's columns that a piece of the chosen ones stands for."""
+    if isinstance(columns, slice):
+        first = columns.start or 0
+        return slice(first + piece.start, first + piece.stop)
+    return columns[piece]
+
+
+def _audit_piece(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool
+) -> tuple[np.ndarray, ...]:
     w_NK = cast(problem.weights_NK[:, columns], "float64")
     new_NK = cast(weights_NK, "float64")
     mask_NK = problem.mask_NK[:, columns]
     back_NK = w_NK - new_NK  # −Δ
     g_NK = problem.linear("float64", columns)
-    rho_NK = cert.damped_NN @ back_NK
+    rho_NK = problem.damped_product(back_NK)
     objective_K = column_dots(back_NK, rho_NK)
     if g_NK is not None:
         objective_K = objective_K + 2.0 * column_dots(back_NK, g_NK)
         objective_K = objective_K - column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
         rho_NK = rho_NK + g_NK
+    rho_out_NK[...] = rho_NK
     free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
-    gap_K = price_K + (_quadratic_term(cert, free_NK, back_NK, mask_NK) if certify else np.inf)
+    gap_K = price_K + (_quadratic_term(problem, cert, free_NK, back_NK, mask_NK) if certify else np.inf)
     if g_NK is None and cert.semidefinite:
         xp = namespace(objective_K)
         objective_K = xp.maximum(objective_K, xp.zeros_like(objective_K))
         gap_K = xp.where(gap_K < objective_K, gap_K, objective_K)  # f* ≥ 0, also where there is no certificate (NaN)
-    return Audit(
-        objective=to_numpy(objective_K),
-        gap_bound=to_numpy(gap_K),
-        stationarity=to_numpy(_largest_scaled(free_NK, cert)),
-        violation=to_numpy(_violation(problem, new_NK, mask_NK, columns)),
-        rho_NK=rho_NK,
-    )
+    figures = (objective_K, gap_K, _largest_scaled(free_NK, cert), _violation(problem, new_NK, mask_NK, columns))
+    return tuple(to_numpy(figure) for figure in figures)
 
 
 def relative_gap(problem: ColumnQP, figures: Audit, start_objective_K: np.ndarray, scale_K: np.ndarray) -> np.ndarray:
@@ -148,14 +172,6 @@ def relative_gap(problem: ColumnQP, figures: Audit, start_objective_K: np.ndarra
     return np.where(np.isnan(ratio_K), np.inf, ratio_K)
 
 
-def _refuse_indefinite(a_NN: Array, tolerance: float) -> None:
-    if a_NN.shape[0] and tolerance > 0.0 and cholesky(add_to_diagonal(a_NN, tolerance)) is None:
-        raise ValueError(
-            "H is clearly indefinite (H plus damping has a negative eigenvalue): it is no Gram matrix. "
-            "Accumulate XᵀX in float32 or better"
-        )
-
-
 def _split(
     problem: ColumnQP, rho_NK: Array, new_NK: Array, mask_NK: Array, cert: Certificate, columns: Any
 ) -> tuple[Array, Array]:
@@ -164,7 +180,7 @@ def _split(
     zero_NK = xp.zeros_like(rho_NK)
     free_NK = xp.where(mask_NK, rho_NK, zero_NK)
     price_NK = zero_NK
-    diagonal_N1 = cert.damped_NN.diagonal()[:, None]
+    diagonal_N1 = cert.diagonal_N[:, None]
     for bound_NK, sign in ((problem.upper_NK, 1.0), (problem.lower_NK, -1.0)):
         if bound_NK is None:
             continue
@@ -177,11 +193,11 @@ def _split(
     return free_NK, price_NK.sum(0)
 
 
-def _quadratic_term(cert: Certificate, free_NK: Array, back_NK: Array, mask_NK: Array) -> Array:
+def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, back_NK: Array, mask_NK: Array) -> Array:
     """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
     noise_K = cert.rounding * column_dots(back_NK, back_NK) ** 0.5
     if cert.factor_NN is None:
-        return _per_column_term(cert, free_NK, noise_K, mask_NK)
+        return _per_column_term(problem, free_NK, noise_K, mask_NK)
     n = free_NK.shape[0]
     solved_NK = solve_lower(cert.factor_NN, free_NK)
     slack = 1.0 + 2.02 * (n + 2) * UNIT * (cert.norm / cert.lambda_min) ** 0.5  # the triangular solve's own error
@@ -193,9 +209,9 @@ def _quadratic_term(cert: Certificate, free_NK: Array, back_NK: Array, mask_NK: 
     return xp.where(unbounded_K, xp.full_like(term_K, np.inf), term_K)
 
 
-def _per_column_term(cert: Certificate, free_NK: Array, noise_K: Array, mask_NK: Array) -> Array:
+def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: Array, mask_NK: Array) -> Array:
     """Without a shared factor (H singular, no damping): factor each column's own A_II, while that stays cheap."""
-    a_NN, s_NK, noise = to_numpy(cert.damped_NN), to_numpy(free_NK), to_numpy(noise_K)
+    a_NN, s_NK, noise = to_numpy(problem.damped_hessian("float64")), to_numpy(free_NK), to_numpy(noise_K)
     kept_NK = to_numpy(mask_NK)
     out_K = np.full(s_NK.shape[1], np.nan)
     out_K[~kept_NK.any(0)] = 0.0
@@ -230,7 +246,7 @@ def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> fl
 
 def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
     """max over the free entries of |s_i| / √A_ii, (K,): the square root of an objective."""
-    diagonal_N = cert.damped_NN.diagonal()
+    diagonal_N = cert.diagonal_N
     xp = namespace(diagonal_N)
     scale_N = xp.where(diagonal_N > 0, diagonal_N, xp.ones_like(diagonal_N)) ** 0.5
     if free_NK.shape[0] == 0:

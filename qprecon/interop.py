@@ -77,17 +77,26 @@ def to_core(x: Any, place: Place) -> Array:
     return x.detach().to(device)
 
 
+def as_given_back(x: Array, place: Place) -> Array:
+    """``x`` with the values that ``from_core`` can give back: without its x64 switch jax holds float32 only."""
+    return cast(cast(x, "float32"), "float64") if _loses_float64(x, place) else x
+
+
 def from_core(x: Array, place: Place) -> Array:
     """Give the core's result back as the caller's kind, on the caller's device."""
     if place.kind != "jax":
         return x
     import jax
 
+    if _loses_float64(x, place):
+        x = cast(x, "float32")  # jax would do so silently, with a warning
     if place.library == "torch":
         return jax.dlpack.from_dlpack(x.contiguous())
-    if x.dtype == np.float64 and not jax.config.jax_enable_x64:
-        x = x.astype(np.float32)  # jax would do so silently, with a warning
     return jax.device_put(x, place.device)
+
+
+def _loses_float64(x: Array, place: Place) -> bool:
+    return place.kind == "jax" and dtype_name(x) == "float64" and not sys.modules["jax"].config.jax_enable_x64
 
 
 def to_library(x: Array, library: str) -> Array:

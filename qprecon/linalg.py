@@ -46,11 +46,24 @@ def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
     return out
 
 
+def frobenius_norm(a_NN: Array) -> float:
+    """‖A‖_F, summed in float64."""
+    if kind_of(a_NN) == "torch":
+        torch = namespace(a_NN)
+        return float(torch.linalg.vector_norm(a_NN, dtype=torch.float64))
+    return float(np.sqrt(np.einsum("ij,ij->", a_NN, a_NN, dtype=np.float64)))
+
+
 def column_dots(a_NK: Array, b_NK: Array) -> Array:
     """Inner product of each pair of columns, (K,)."""
     if kind_of(a_NK) == "torch":
         return (a_NK * b_NK).sum(0)
     return np.einsum("nk,nk->k", a_NK, b_NK)
+
+
+def take_columns(a_NK: Array, index: Array) -> Array:
+    """Some columns, row by row in memory: numpy's own ``a[:, index]`` comes out column by column, which slows what follows."""
+    return a_NK[:, index] if kind_of(a_NK) == "torch" else np.take(a_NK, index, axis=1)
 
 
 @contextlib.contextmanager

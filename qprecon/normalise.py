@@ -37,7 +37,9 @@ class Scaling:
 
     def columns(self, energy_K: np.ndarray) -> ColumnScaling:
         """Add the factors t of some columns, from the objective scale of each, (K,), in the units of the problem."""
-        factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale)) if self.scale_columns else np.ones(len(energy_K))
+        factor_K = np.ones(len(energy_K))
+        if self.scale_columns:
+            factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
         return ColumnScaling(self, _as_core(factor_K, self.input_N1)[None, :])
 
 

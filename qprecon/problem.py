@@ -11,6 +11,7 @@ no digits to cancellation as Hw − Hŵ would.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from .interop import Array, Place, cast, dtype_name, namespace, place_of, to_core, to_numpy
 from .linalg import add_to_diagonal
 
+_PANEL = 4096  # rows
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -85,7 +87,7 @@ class ColumnQP:
         """Whether kept entries are bounded."""
         return self.lower_NK is not None or self.upper_NK is not None
 
-    @property
+    @functools.cached_property  # one look at the device
     def ridge(self) -> float:
         """λ = damping · mean(diag H), in the units of H."""
         return self.damping * mean_diagonal(self.hessian_NN)
@@ -93,6 +95,14 @@ class ColumnQP:
     def damped_hessian(self, dtype: str) -> Array:
         """A = H + λI as an (N, N) array of the given dtype."""
         return add_to_diagonal(cast(self.hessian_NN, dtype), self.ridge)
+
+    def damped_product(self, x_NK: Array) -> Array:
+        """A·x in float64 for a float64 x; H is widened by panels of rows, so that no float64 copy of it is kept."""
+        out_NK = namespace(x_NK).empty_like(x_NK)
+        for first in range(0, self.n_inputs, _PANEL):
+            rows = slice(first, min(first + _PANEL, self.n_inputs))
+            out_NK[rows] = cast(self.hessian_NN[rows], "float64") @ x_NK
+        return out_NK + self.ridge * x_NK
 
     def linear(self, dtype: str, columns: Any = slice(None)) -> Array | None:
         """g = rhs − Hw of the chosen columns, formed in float64; None for the default rhs."""

@@ -215,19 +215,34 @@ BUILT_IN = (
 
 
 def backends() -> dict[str, Backend]:
-    """Records by name: the built-in ones and those of installed entry points. A third party cannot replace a built-in name."""
+    """Records by name: the built-in ones and those of installed entry points.
+
+    Raises:
+        ValueError: an entry point has the name of another backend.
+        BackendBrokenError: one cannot be loaded.
+    """
     found = {record.name: record for record in BUILT_IN}
+    return found | {name: _record(entry) for name, entry in _entry_points().items()}
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Third parties' entry points by name, not loaded yet; nobody can replace a backend that exists."""
+    names, found = {record.name for record in BUILT_IN}, {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name in found:
+        if entry.name in names or entry.name in found:
             raise ValueError(f"entry point {entry.value!r} registers backend {entry.name!r}, which exists already")
-        try:
-            record = entry.load()
-        except Exception as error:
-            raise BackendBrokenError(f"backend {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
-        if not isinstance(record, Backend) or record.name != entry.name:
-            raise BackendBrokenError(f"entry point {entry.name!r} ({entry.value}) is not a qprecon Backend of that name")
-        found[record.name] = record
+        found[entry.name] = entry
     return found
+
+
+def _record(entry: importlib.metadata.EntryPoint) -> Backend:
+    try:
+        record = entry.load()
+    except Exception as error:
+        raise BackendBrokenError(f"backend {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
+    if not isinstance(record, Backend) or record.name != entry.name:
+        raise BackendBrokenError(f"entry point {entry.name!r} ({entry.value}) is not a qprecon Backend of that name")
+    return record
 
 
 def available_backends() -> dict[str, dict[str, Any]]:
@@ -253,12 +268,13 @@ def find(name: str) -> Backend:
     for record in BUILT_IN:  # without a look at every installed distribution's entry points, which costs milliseconds
         if record.name == name:
             return record
-    known = backends()
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
-    return known[name]
+    entries = _entry_points()
+    if name in entries:  # only this one is loaded: a broken third party stops nobody else
+        return _record(entries[name])
+    known = [*(record.name for record in BUILT_IN), *entries]
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
 
 
 def load(record: Backend, options: dict[str, Any]) -> Loaded:

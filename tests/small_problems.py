@@ -22,7 +22,8 @@ def problem(n: int = 24, k: int = 5, decay: float = 1.0, seed: int = 0) -> tuple
     rng = np.random.default_rng(seed + 1)
     mask = rng.random((n, k)) < 0.5
     mask[:, -1] = True
-    return gram(n, decay=decay, seed=seed), 0.05 * rng.standard_normal((n, k)), mask
+    weights = (0.05 * rng.standard_normal((n, k))).astype(np.float32)  # so that no backend's dtype rounds them
+    return gram(n, decay=decay, seed=seed), weights.astype(np.float64), mask
 
 
 def right_hand_side(h: np.ndarray, w: np.ndarray, seed: int = 5) -> np.ndarray:

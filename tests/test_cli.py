@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
+from qprecon.llm.targets import ATTENTION
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -59,7 +60,9 @@ def test_python_m_qprecon_runs_it():
 def test_every_option_of_prune_is_an_argument_of_prune_model():
     options, text = options_of("prune")
     parameters = set(inspect.signature(qprecon.llm.prune_model).parameters)
-    assert options - parameters == {"help", "calib", "quiet", "recipe", "traceback"}
+    assert options - parameters == {
+        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option", "restart"
+    }  # fmt: skip
     assert "KEPT" in text and "PRUNED" in text  # N:M is counted the other way round in Wanda's and SparseGPT's scripts
 
 
@@ -87,6 +90,14 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
         **texts, pattern="2:4", mask="magnitude", update="none", backend="cholesky", nsamples=3, seqlen=16, seed=5,
         damping=0.5, tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", progress="json",
     )  # fmt: skip
+    line = f"prune M {out} --mask-file some.npz --mask-option orientation=NK --skip-attention --ignore c"
+    assert cli.main([*line.split(), "--calib", calib]) == 0
+    given = calls[2][1]
+    assert given["mask"] == "given" and given["mask_options"] == {"masks": "some.npz", "orientation": "NK"}
+    assert given["ignore"] == ["c", ATTENTION]
+    line = f"prune M {out} --mask sparsegpt --mask-option block_size=64 --mask-option damping=0.1"
+    assert cli.main([*line.split(), "--calib", calib]) == 0
+    assert calls[3][1]["mask"] == "sparsegpt" and calls[3][1]["mask_options"] == {"block_size": 64, "damping": 0.1}
 
 
 def test_prune_then_eval(folder, tmp_path, capsys):
@@ -105,6 +116,20 @@ def test_prune_then_eval(folder, tmp_path, capsys):
     assert result["text"] == "held out.txt"
 
 
+def test_masks_of_a_checkpoint_and_attention_left_alone(folder, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    common = f"--calib {folder / 'calib.txt'} --nsamples 8 --seqlen 32 --device cpu --backend cholesky --quiet"
+    line = f"prune {folder / 'model'} {first} --mask magnitude --update none --sparsity 0.6 --skip-attention {common}"
+    assert cli.main(line.split()) == 0
+    line = f"prune {folder / 'model'} {second} --mask-file {first} --skip-attention {common}"
+    assert cli.main(line.split()) == 0
+    masked, solved = (AutoModelForCausalLM.from_pretrained(path) for path in (first, second))
+    for a, b in zip(masked.model.layers, solved.model.layers, strict=True):
+        assert torch.equal(a.mlp.up_proj.weight == 0, b.mlp.up_proj.weight == 0)
+        assert not torch.equal(a.mlp.up_proj.weight, b.mlp.up_proj.weight)
+        assert (a.self_attn.q_proj.weight != 0).all() and torch.equal(a.self_attn.q_proj.weight, b.self_attn.q_proj.weight)
+
+
 def test_eval_prints_window_policy_and_text(folder, capsys):
     line = ["eval", str(folder / "model"), "--text", str(folder / "calib.txt"), "--seqlen", "64", "--max-windows", "2"]
     assert cli.main([*line, "--bos", "each", "--quiet", "--autocast", "bfloat16"]) == 0
@@ -120,6 +145,10 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--nsamples", "100"], "12 windows of 32; 100 wanted"),
         (["--mask", "wnada"], "wnada"),
         (["--backend", "choleski"], "choleski"),
+        (["--mask", "wanda", "--mask-file", "masks.npz"], "leave one out"),
+        (["--mask-file", "masks.npz"], "masks.npz"),
+        (["--mask-option", "block_size"], "KEY=VALUE"),
+        (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
         (["--sparsity", "1.5"], "1.5"),
         (["--pattern", "2:5"], "2:5"),
         (["--targets", "no_such_layer"], "no_such_layer"),

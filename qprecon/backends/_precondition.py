@@ -18,6 +18,7 @@ import numpy as np
 from ..interop import Array, cast, dtype_name, kind_of, namespace
 
 _OVERSAMPLING = 8
+_INNER_BYTES = 2.0**28
 _LEAK = 1e3
 """Share of |F_i|² added to the diagonal, in units of the dtype's epsilon. An input that the low rank captures wholly would leave
 D_i = λ beside |F_i|² ≫ λ, and D⁻¹r − D⁻¹F(…) would cancel all digits of float32: C⁻¹ is then no longer positive. At 1e3 the
@@ -47,6 +48,11 @@ class Preconditioner:
             return None
         v_Kr1 = (residual_NK.T @ self.scaled_factor_Nr)[:, :, None]
         return self.scaled_factor_Nr @ (self.inner_Krr @ v_Kr1)[:, :, 0].T
+
+    def take(self, index: Array) -> Preconditioner:
+        """Of some of the columns."""
+        inner_Krr = None if self.inner_Krr is None else self.inner_Krr[index]
+        return Preconditioner(self.inverse_diagonal_N1, self.scaled_factor_Nr, inner_Krr)
 
 
 def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
@@ -101,8 +107,12 @@ def _inner(root_Nr: Array, mask_NK: Array) -> Array:
     index = place.reshape(-1)
     if kind_of(root_Nr) == "torch":
         index = xp.as_tensor(index, device=root_Nr.device)
-    gram_Krr = half[:, index].reshape(k, rank, rank)
-    return _inverse_plus_identity(gram_Krr)
+    some = max(1, int(_INNER_BYTES // (8 * rank * rank)))  # columns whose float64 matrices are in memory together
+    inner_Krr = xp.empty((k, rank, rank), dtype=half.dtype, **({} if xp is np else {"device": half.device}))
+    for first in range(0, k, some):
+        part = slice(first, min(first + some, k))
+        inner_Krr[part] = _inverse_plus_identity(half[part][:, index].reshape(-1, rank, rank))
+    return inner_Krr
 
 
 def _mask_product(mask_NK: Array, values_NR: Array) -> Array:

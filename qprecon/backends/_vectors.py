@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..interop import Array, kind_of, namespace
-from ..linalg import column_dots
+from ..linalg import column_dots, take_columns
 
 
 @dataclass(eq=False)
@@ -29,12 +29,20 @@ class Scalars:
         xp, first = namespace(like_NK), like_NK[0]
         return Scalars(xp.zeros_like(first), xp.zeros_like(first), first != first, xp.zeros_like(first, dtype=xp.int32))
 
+    def take(self, index: Array) -> Scalars:
+        """Of some of the columns."""
+        return Scalars(self.rz_K[index], self.gain_K[index], self.active_K[index], self.iterations_K[index])
+
 
 @dataclass(frozen=True, eq=False)
 class Plain:
     """The operations with numpy or torch arrays. The mask is in the vectors' dtype; p and r are zero on pruned entries."""
 
     mask_NK: Array
+
+    def take(self, index: Array) -> Plain:
+        """For some of the columns."""
+        return Plain(take_columns(self.mask_NK, index))
 
     def begin(self, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> Array:
         """First direction p = z = D⁻¹r − w on kept entries; sets rz and active."""

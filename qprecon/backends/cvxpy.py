@@ -1,12 +1,13 @@
 """Any QP solver that cvxpy has installed; a reference that shares nothing with the other backends but the problem.
 
-Both of the paper's forms in x = ŵ − start: "box", one parametrised problem for all columns, canonicalised once (DPP), with 0·x or 1·x = 0
-rows for the pruned entries; and "reduced", one smaller problem a column with H_II.
+Both of the paper's forms in x = ŵ − start: "box", one parametrised problem for all columns, canonicalised once (DPP), with rows
+fixed · x = 0 for the pruned entries; and "reduced", one smaller problem a column with H_II.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,7 @@ class _Box:
 
 
 def _side(chunk: Chunk, j: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Which entries have a finite bound on this side (1.0 or 0.0), and the bound on x, 0 elsewhere: solvers differ in what they make of ∞."""
+    """Which entries have a finite bound on this side (1.0 or 0.0), and the bound on x, else 0: solvers differ about ∞."""
     bound_NK = getattr(chunk, name)
     if bound_NK is None:
         return np.zeros(chunk.start_NK.shape[0]), np.zeros(chunk.start_NK.shape[0])
@@ -165,7 +166,9 @@ def _reduced(hessian_NN: np.ndarray) -> Callable[..., Solved]:
 
 def _solved(problem: cp.Problem, variable: cp.Variable, settings: dict[str, Any]) -> Solved:
     try:
-        problem.solve(warm_start=False, **settings)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Solution may be inaccurate")  # the audit says how inaccurate
+            problem.solve(warm_start=False, **settings)
     except (cp.SolverError, ValueError) as error:  # solvers' own interfaces refuse what they cannot do with a ValueError
         return None, f"solver error: {str(error)[:80]}", 0
     word = _WORDS.get(problem.status, problem.status)

@@ -1,8 +1,8 @@
 """OSQP (Stellato et al., arXiv:1711.08013): ADMM on a sparse KKT factor, then polishing; a reference for general bounds.
 
-Box form in x = ŵ − start: minimise ½xᵀHx − residualᵀx with identity constraint rows, lower = upper = 0 where pruned. One set-up a layer
-and worker; a column only updates q and the bounds, which refactorises where the set of fixed rows changes. H is dense, so a column costs
-about N³/6 without BLAS: seconds at N = 2000.
+Box form in x = ŵ − start: minimise ½xᵀHx − residualᵀx with identity constraint rows, lower = upper = 0 where pruned. One set-up a
+layer and worker; a column only updates q and the bounds, which refactorises where the set of fixed rows changes. H is dense, so a
+column costs about N³/6 without BLAS: seconds at N = 2000.
 
 OSQP releases the interpreter lock while it solves, so threads share H and are safe beside any fork.
 """
@@ -40,7 +40,8 @@ class Options:
 
     Attributes:
         polishing: solve the KKT system of the guessed active set at the end; nearly exact where the guess is right.
-        workers: threads, each with a factor of its own (about 16 N² bytes); None means one for every 8 columns, at most the usable cores.
+        workers: threads, each with a factor of its own (about 16 N² bytes); None means one for every 8 columns, at most as many as
+            there are usable cores.
     """
 
     polishing: bool = True

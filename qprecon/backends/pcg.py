@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..interop import Array, cast, kind_of, namespace, to_numpy
-from ..linalg import column_dots
+from ..linalg import column_dots, take_columns
 from ..registry import Chunk, RawColumns, SolveChunk, System
 from . import _precondition as precondition
 from ._product import Full, chosen_precision, product
 from ._vectors import Scalars, vectors
 
-_CHECK_EVERY = 3  # iterations between looks at the error estimate (each look waits for the device)
+_CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
 _ALIGNMENT = 64  # columns
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r: measured on real layers, see docs/backends.md
@@ -29,8 +29,8 @@ class Options:
     """Options of ``pcg``.
 
     Attributes:
-        preconditioner: "dc" (low rank plus diagonal), "jacobi", or "auto": dc from 256 inputs on.
-        rank: r of dc; None chooses it from N.
+        preconditioner: "dc" (low rank plus diagonal), "jacobi", or "auto": dc from 128 inputs on.
+        rank: r of dc; None chooses it from N and the device.
         power_steps: subspace iterations of its sketch.
         precision: "full", "bf16" (H = FFᵀ + E with E·P in bfloat16; float32 data on CUDA), or "auto".
     """
@@ -51,13 +51,17 @@ class Options:
             raise ValueError(f"power_steps must not be negative, got {self.power_steps!r}")
 
 
-def chosen_rank(n_inputs: int, options: Options) -> int:
-    """Rank of dc, 0 for Jacobi: the set-up costs about r²/2N products with H, so r grows as √N."""
+def chosen_rank(n_inputs: int, options: Options, device: str = "cuda") -> int:
+    """Rank of dc, 0 for Jacobi: the set-up costs about r²/2N products with H, so r grows as √N.
+
+    A CPU takes less, since the float64 inverses of K_j cost it more beside the products.
+    """
     if options.preconditioner == "jacobi" or (options.preconditioner == "auto" and n_inputs < 128):
         return 0
     if options.rank is not None:
         return min(options.rank, n_inputs)
-    return min(int(2 ** np.round(np.log2(max(2.0 * n_inputs**0.5, 1.0)))), n_inputs)
+    wanted = (1.25 if device == "cpu" else 2.0) * n_inputs**0.5
+    return min(int(2 ** np.round(np.log2(max(wanted, 1.0)))), n_inputs)
 
 
 def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:
@@ -68,13 +72,12 @@ def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:
 
 def prepare(system: System, options: Options) -> SolveChunk:
     """Sketch H and choose the product once a layer."""
-    rank = chosen_rank(system.hessian_NN.shape[0], options)
+    rank = chosen_rank(system.hessian_NN.shape[0], options, _device(system.hessian_NN))
     shared = precondition.low_rank(system.hessian_NN, system.ridge, rank, options.power_steps) if rank else None
     factor_Nr = None if shared is None else shared.factor_Nr
     precision = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
     multiply = product(system.hessian_NN, factor_Nr, precision)
     extras = {"preconditioner": f"dc, rank {rank}" if rank else "jacobi", "precision": precision}
-
 
     def solve_chunk(chunk: Chunk) -> RawColumns:
         if not chunk.start_NK.shape[0] or not chunk.start_NK.shape[1]:
@@ -101,7 +104,7 @@ def _padded(chunk: Chunk, more: int) -> Chunk:
 
 def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarray) -> RawColumns:
     """Columns on which dc broke down go on with Jacobi, which is positive whatever the rounding."""
-    at = namespace(hessian_NN).as_tensor(broken, device=hessian_NN.device) if kind_of(hessian_NN) == "torch" else broken
+    at = _index(broken, hessian_NN)
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
     rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
     gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
@@ -118,22 +121,61 @@ def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarr
     return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, "jacobi_columns": len(broken)})
 
 
+def _device(x: Array) -> str:
+    return x.device.type if kind_of(x) == "torch" else "cpu"
+
+
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
-    ops = vectors(chunk.residual_NK, chunk.mask_NK)
-    state = _State.begin(chunk, ops, apply)
+    state, out, device = _State.begin(chunk, vectors(chunk.residual_NK, chunk.mask_NK), apply), None, _device(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     for iteration in range(1, limit + 1):
         state.step(multiply)
-        if iteration % _CHECK_EVERY and iteration != limit:
+        if iteration % _CHECK_EVERY[device] and iteration != limit:
             continue
         if not state.freeze_finished():
             break
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
-    words = np.where(to_numpy(state.scalars.active_K), status, "converged").astype(object)
-    words[to_numpy(state.broken())] = "breakdown"
-    return RawColumns(chunk.start_NK + state.x_NK, words, np.array(to_numpy(state.scalars.iterations_K)), dict(extras))
+        if device == "cpu":  # on a GPU the copies would cost more than the columns
+            out, state = _leave_finished(out, state)
+    if out is None:
+        return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
+    out.put(state, status)
+    return RawColumns(chunk.start_NK + out.x_NK, out.words, out.iterations, dict(extras))
+
+
+@dataclass(eq=False)
+class _Out:
+    """What all columns came to, while only some of them go on."""
+
+    x_NK: Array
+    words: np.ndarray
+    iterations: np.ndarray
+    running: np.ndarray  # the columns of the state
+
+    def put(self, state: _State, status: str) -> None:
+        """Write the state's columns to their places."""
+        self.x_NK[:, _index(self.running, self.x_NK)] = state.x_NK
+        self.words[self.running], self.iterations[self.running] = state.report(status)
+
+
+def _leave_finished(out: _Out | None, state: _State) -> tuple[_Out | None, _State]:
+    """Once half of the columns are done, go on with the others alone."""
+    active = np.flatnonzero(to_numpy(state.scalars.active_K))
+    width = state.x_NK.shape[1]
+    if 2 * len(active) > width:
+        return out, state
+    if out is None:
+        xp = namespace(state.x_NK)
+        out = _Out(xp.empty_like(state.x_NK), np.full(width, "", object), np.zeros(width, np.int64), np.arange(width))
+    out.put(state, "")
+    out.running = out.running[active]
+    return out, state.take(_index(active, state.x_NK))
+
+
+def _index(x: np.ndarray, like: Array) -> Array:
+    return namespace(like).as_tensor(x, device=like.device) if kind_of(like) == "torch" else x
 
 
 @dataclass(eq=False)
@@ -156,6 +198,25 @@ class _State:
         scalars = Scalars.zeros(r_NK)
         p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
         return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
+
+    def take(self, index: Array) -> _State:
+        """Only some of the columns."""
+        objective = {name: getattr(self.chunk, name)[index] for name in ("start_objective_K", "improved_K")}
+        vectors_NK = (take_columns(x_NK, index) for x_NK in (self.x_NK, self.r_NK, self.p_NK))
+        return _State(
+            replace(self.chunk, **objective),
+            self.ops.take(index),
+            self.apply.take(index),
+            *vectors_NK,
+            self.scalars.take(index),
+            self.finished_K[index],
+        )
+
+    def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
+        """A word for each column, ``status`` for those still active, and their iterations."""
+        words = np.where(to_numpy(self.scalars.active_K), status, "converged").astype(object)
+        words[to_numpy(self.broken())] = "breakdown"
+        return words, np.array(to_numpy(self.scalars.iterations_K))
 
     def step(self, multiply: Any) -> None:
         """One iteration of every active column; a finished column's step is zero."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
 _EPILOG = """\
 Zeros neither shrink nor speed up a dense checkpoint: OUT holds plain dense safetensors that any software can load.
@@ -31,7 +33,16 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     _add_calibration(parser)
     parser.add_argument("--targets", nargs="+", metavar="NAME", help="only these layers: names, globs, or re:PATTERN (default all)")
     parser.add_argument("--ignore", nargs="+", metavar="NAME", help="leave these layers alone; written like --targets")
+    parser.add_argument(
+        "--skip-attention", action="store_true", default=False, help="leave the linear layers of attention alone as well"
+    )
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        default=False,
+        help="start over where an unfinished run was left beside OUT, instead of continuing it",
+    )
     parser.add_argument(
         "--save-masks",
         action="store_true",
@@ -40,7 +51,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
-        "--progress", choices=["bar", "json", "quiet"], help="on stderr: a bar (default), a line of JSON a layer, or nothing"
+        "--progress", choices=["bar", "json", "quiet"], help="on stderr: a bar (default), lines of JSON, or nothing"
     )
     shown.add_argument("--quiet", action="store_true", default=False, help="no progress and no summary")
     return parser
@@ -55,7 +66,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         help="N of every M consecutive inputs are KEPT, e.g. 2:4. Careful: the scripts of Wanda and SparseGPT count the "
         "PRUNED ones, so their 1:4 is 3:4 here",
     )
-    parser.add_argument("--mask", help="which weights to keep: wanda (default), magnitude, ...")
+    _add_mask_arguments(parser)
     parser.add_argument(
         "--update", help="the kept weights: optimal (default); none leaves them; own takes the mask method's; adam uses Adam"
     )
@@ -81,20 +92,63 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_NO_ARGUMENTS = ("command", "run", "traceback", "recipe", "quiet")
+def _add_mask_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mask",
+        help="which weights to keep: wanda (default), magnitude, sparsegpt, thanos, alps, proxsparse, given (the default "
+        "with --mask-file)",
+    )
+    parser.add_argument(
+        "--mask-file",
+        metavar="PATH",
+        help="take the masks from a .npz or .safetensors file with one 0/1 array (outputs, inputs) a layer, or from the zeros "
+        "of a checkpoint folder",
+    )
+    parser.add_argument(
+        "--mask-option",
+        action="append",
+        metavar="KEY=VALUE",
+        help="an option of the mask method, e.g. block_size=64 (numbers and JSON are understood); may be repeated",
+    )
+
+
+def _mask_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`mask` and `mask_options` of `prune_model`, as far as flags give them."""
+    options: dict[str, Any] = {}
+    for item in getattr(arguments, "mask_option", []):
+        key, equals, text = item.partition("=")
+        if not key or not equals:
+            raise ValueError(f"--mask-option {item!r} is not of the form KEY=VALUE")
+        try:
+            options[key] = json.loads(text)
+        except json.JSONDecodeError:
+            options[key] = text
+    if hasattr(arguments, "mask_file"):
+        named = getattr(arguments, "mask", "given")
+        if named != "given":
+            raise ValueError(f"--mask-file gives the masks, so --mask {named} would have no effect: leave one out")
+        return {"mask": "given", "mask_options": {**options, "masks": arguments.mask_file}}
+    return {"mask_options": options} if options else {}
+
+
+# Flags that are no arguments of prune_model by that name.
+_OWN = ("command", "run", "traceback", "recipe", "quiet", "restart", "skip_attention", "mask_file", "mask_option")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
+    mask_arguments = _mask_arguments(arguments)
     from qprecon.llm import prune_model
     from qprecon.llm.recipe import command_recipe
+    from qprecon.llm.targets import ATTENTION
     from qprecon.llm.texts import load_texts
 
-    given = {name: value for name, value in vars(arguments).items() if name not in _NO_ARGUMENTS}
-    recipe = command_recipe(arguments.recipe, given)
-    named = {"calibration": load_texts(recipe["calibration"])}
-    quiet = {"progress": "quiet"} if arguments.quiet else {}
-    report = prune_model(**{**recipe, **named, **quiet})
+    given = {name: value for name, value in vars(arguments).items() if name not in _OWN} | mask_arguments
+    recipe = command_recipe(arguments.recipe, given, also_ignore=[ATTENTION] if arguments.skip_attention else [])
+    special: dict[str, Any] = {"calibration": load_texts(recipe["calibration"])}
+    special |= {"progress": "quiet"} if arguments.quiet else {}
+    special |= {"resume": False} if arguments.restart else {}
+    report = prune_model(**{**recipe, **special})
     recipe.effective().save(recipe["out"])
     if not arguments.quiet:
         print(report.summary())

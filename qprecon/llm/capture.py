@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.blocks import Block
+from qprecon.llm.memory import choose_store, stored
 
 _PROBE_TOKENS = 8
 _SCALARS = (bool, int, float, str)
@@ -22,16 +23,19 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass
 class BlockInputs:
-    """Inputs of one block, sample by sample, and the other arguments of all blocks.
+    """Inputs of one block, sample by sample, and the other arguments of all blocks. A sample is a window, or a few of them.
 
-    `hidden[s]` is the input of sample s, (1, T, D) in the model's dtype, on the store device; at first that of block 0.
-    `calls[b][s]` are the other arguments of block b; what is equal between samples is one object.
+    `hidden[s]` is the input of sample s, (B, T, D) in the model's dtype, on the store device (pinned if that is the host's memory
+    and blocks run on a GPU); at first that of block 0. `calls[b][s]` are the other arguments of block b; what is equal between
+    samples is one object. `names[s]` says which windows sample s holds.
     """
 
     hidden: list[torch.Tensor]
     calls: list[list[Call]]
     device: torch.device
     store: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    names: list[str] = field(default_factory=list)
+    advanced: dict[int, int] = field(default_factory=dict)  # sample -> the last block that it went through
 
     @property
     def n_samples(self) -> int:
@@ -41,15 +45,25 @@ class BlockInputs:
         """The output hidden state of `block` (the block of that `index`) for the stored input of `sample`."""
         return run_block(block, self.hidden[sample].to(self.device, non_blocking=True), self.calls[index][sample])
 
-    def replace(self, sample: int, hidden: torch.Tensor) -> None:
-        """Store the input of the next block."""
-        self.hidden[sample] = hidden.to(self.store)
-
     def advance(self, block: nn.Module, index: int) -> None:
-        """Replace every input by the block's output, that is, by the input of the next block."""
+        """Replace every input by the block's output, that is, by the input of the next block.
+
+        After an exception on the way (memory ran out), a second call goes on with the samples that are left.
+        """
         with torch.no_grad():
             for sample in range(self.n_samples):
-                self.replace(sample, self.run(block, index, sample))
+                if self.advanced.get(sample) != index:
+                    self.hidden[sample] = stored(self.run(block, index, sample), self.store, self.hidden[sample])
+                    self.advanced[sample] = index
+
+    def to_host(self) -> bool:
+        """Move the inputs to the host's memory; False if they are there."""
+        if self.store.type == "cpu":
+            return False
+        self.store = torch.device("cpu")
+        for sample, hidden in enumerate(self.hidden):
+            self.hidden[sample] = stored(hidden, self.store)
+        return True
 
 
 @dataclass(frozen=True)
@@ -77,27 +91,46 @@ def capture_inputs(
     *,
     device: torch.device | str | None = None,
     store: torch.device | str | None = None,
+    batch: int = 1,
     on_sample: Callable[[], None] = lambda: None,
 ) -> BlockInputs:
     """The inputs of all `blocks` for every sample, a (T,) or (1, T) tensor of token numbers.
 
-    Arguments of blocks go to `device`, where the blocks will run; hidden states are kept on `store`. Both are the
-    model's device unless given. The model is left as it was found, also after an exception.
+    With `batch` > 1 neighbours of one length go through the blocks together: small models are then not bound by launches.
+
+    Arguments of blocks go to `device`, where the blocks will run, the model's own unless given; hidden states are kept on
+    `store`, by default wherever `choose_store` says. The model is left as it was found, also after an exception.
     """
     home = next(model.parameters()).device
-    device, store = torch.device(device or home), torch.device(store or device or home)
+    device, tokens = torch.device(device or home), sum(sample.numel() for sample in samples)
+    store = None if store in (None, "auto") else torch.device(store)
     decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
-    recorder = _Recorder(blocks, device, store)
-    samples = [sample.reshape(1, -1).to(home) for sample in samples]
+    recorder = _Recorder(blocks, device, store, tokens)
+    batches, names = _batched([sample.reshape(1, -1) for sample in samples], batch)
     with evaluation_mode(model), torch.no_grad():
         with _replaced_forwards(blocks, recorder.probe):
-            decoder(input_ids=samples[0][:, :_PROBE_TOKENS], use_cache=False)
+            decoder(input_ids=batches[0][:, :_PROBE_TOKENS].to(home), use_cache=False)
         with _replaced_forwards(blocks, recorder.record):
-            for sample in samples:
+            for numbers in batches:
                 recorder.begin_sample()
-                decoder(input_ids=sample, use_cache=False)
+                decoder(input_ids=numbers.to(home), use_cache=False)
                 on_sample()
-    return BlockInputs(recorder.hidden, recorder.calls, device, store)
+    return BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, names)
+
+
+def _batched(samples: Sequence[torch.Tensor], batch: int) -> tuple[list[torch.Tensor], list[str]]:
+    """Neighbours of one length stacked, at most `batch` at a time, and the name of each stack."""
+    batches: list[torch.Tensor] = []
+    names: list[str] = []
+    first = 0
+    while first < len(samples):
+        last = first
+        while last + 1 < min(len(samples), first + batch) and samples[last + 1].shape == samples[first].shape:
+            last += 1
+        batches.append(torch.cat(list(samples[first : last + 1])))
+        names.append(f"sample {first}" if last == first else f"samples {first} to {last}")
+        first = last + 1
+    return batches, names
 
 
 @contextmanager
@@ -135,10 +168,10 @@ def _bind(replacement: Callable, index: int, original: Callable) -> Callable:
 class _Recorder:
     """Stands in for the blocks' forward functions."""
 
-    def __init__(self, blocks: Sequence[Block], device: torch.device, store: torch.device):
+    def __init__(self, blocks: Sequence[Block], device: torch.device, store: torch.device | None, tokens: int):
         self.classes = [type(block.module) for block in blocks]
         self.containers: dict[type, tuple | None] = {}
-        self.device, self.store = device, store
+        self.device, self.store, self.tokens = device, store, tokens
         self.hidden: list[torch.Tensor] = []
         self.calls: list[list[Call]] = [[] for _ in blocks]
         self.shared: dict[int, tuple[Any, Any]] = {}
@@ -157,7 +190,12 @@ class _Recorder:
     def record(self, index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         hidden, call = _split(args, kwargs)
         if index == 0:
-            self.hidden.append(hidden.to(self.store, copy=True))
+            if self.store is None:
+                self.store = choose_store(self.tokens * hidden.shape[-1] * hidden.element_size(), self.device)
+            # From here on a block's output goes where this is, so it is pinned if the device is a GPU.
+            pinned = self.store.type == "cpu" and self.device.type == "cuda"
+            kept = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.store, pin_memory=pinned)
+            self.hidden.append(kept.copy_(hidden))
         calls = self.calls[index]
         first = calls[0] if calls else None
         args = self._share(call.args, first.args if first else None)

@@ -16,33 +16,77 @@ from torch import nn
 from qprecon.llm.capture import BlockInputs
 from qprecon.llm.experts import ExpertInputs, eager_experts
 from qprecon.llm.linears import LinearView
+from qprecon.llm.memory import stored
 
 Observe = Callable[[LinearView, torch.Tensor], None]
 
 
+BATCH_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs as much as the product
+PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
+
+# torch.mm(…, out_dtype=) came with torch 2.8, for CUDA only.
+WIDE_PRODUCT = "dtype_out" in torch.ops.aten.mm.overloads() or "dtype" in torch.ops.aten.mm.overloads()
+
+
 @dataclass
 class Gram:
-    """Σ xᵀx over `tokens` rows, float32 (N, N)."""
+    """Σ xᵀx over `tokens` rows, float32 (N, N); complete after `finish`.
+
+    With `batched`, 16-bit rows are copied to a buffer of BATCH_ROWS first, so that a product is worth its overhead. (A block may
+    change x in place afterwards, so it cannot just be kept.)
+    """
 
     hessian_NN: torch.Tensor
     tokens: int = 0
+    batched: bool = False
     # What this sample has added already, by identity; holding the tensors keeps their addresses from being reused.
     seen: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    buffer_TN: torch.Tensor | None = None
+    filled: int = 0
 
     def add(self, x: torch.Tensor) -> None:
         """Add xᵀx of x (…, N) of any floating dtype; products and sums are float32."""
         x_TN = x.reshape(-1, x.shape[-1])
-        self.tokens += x_TN.shape[0]
-        if x_TN.dtype in (torch.float16, torch.bfloat16) and _WIDE_PRODUCT and x_TN.is_cuda:
-            # Products of two 16-bit floats are exact in float32, so only the summation rounds.
-            self.hessian_NN += torch.mm(x_TN.t(), x_TN, out_dtype=torch.float32)
-        else:
-            x_TN = x_TN.float()
-            self.hessian_NN.addmm_(x_TN.t(), x_TN)
+        rows = x_TN.shape[0]
+        self.tokens += rows
+        if not self.batched or x.element_size() > 2 or 2 * rows > BATCH_ROWS:
+            self.accumulate(x_TN)
+            return
+        if self.buffer_TN is None:
+            self.buffer_TN = torch.empty(BATCH_ROWS, x_TN.shape[1], dtype=x.dtype, device=x.device)
+        if self.filled + rows > BATCH_ROWS:
+            self._flush()
+        self.buffer_TN[self.filled : self.filled + rows] = x_TN
+        self.filled += rows
 
+    def accumulate(self, x_TN: torch.Tensor) -> None:
+        """One product, of the upper panels only where H is large."""
+        wide = x_TN.dtype in (torch.float16, torch.bfloat16) and WIDE_PRODUCT and x_TN.is_cuda
+        x_TN = x_TN if wide else x_TN.float()
+        for rows in self._panels():
+            part_NN, left_TN, right_TN = self.hessian_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]
+            if wide:
+                # Products of two 16-bit floats are exact in float32, so only the summation rounds.
+                part_NN += torch.mm(left_TN.t(), right_TN, out_dtype=torch.float32)
+            else:
+                part_NN.addmm_(left_TN.t(), right_TN)
 
-# torch.mm(…, out_dtype=) came with torch 2.8, for CUDA only.
-_WIDE_PRODUCT = "dtype_out" in torch.ops.aten.mm.overloads() or "dtype" in torch.ops.aten.mm.overloads()
+    def finish(self) -> None:
+        """Add what is buffered, and fill the lower triangle."""
+        self._flush()
+        self.buffer_TN = None
+        for rows in self._panels():
+            self.hessian_NN[rows.stop :, rows] = self.hessian_NN[rows, rows.stop :].t()
+
+    def _flush(self) -> None:
+        if self.filled:
+            self.accumulate(self.buffer_TN[: self.filled])
+            self.filled = 0
+
+    def _panels(self) -> list[slice]:
+        size = len(self.hessian_NN)
+        step = -(-size // PANELS) if size >= PANELS_FROM else max(size, 1)
+        return [slice(first, min(first + step, size)) for first in range(0, size, step)]
 
 
 @dataclass(frozen=True)
@@ -99,10 +143,12 @@ def _collect(
             try:
                 output = inputs.run(block, index, sample)
                 if keep_outputs:
-                    outputs.append(output.to(inputs.store))
+                    outputs.append(stored(output, inputs.store))
             except _Enough:
                 pass
             accumulator.end_sample()
+        for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
+            gram.finish()
     return BlockGrams(accumulator.grams, outputs if keep_outputs else None)
 
 
@@ -157,7 +203,9 @@ class _Accumulator:
             gram = self.fresh.get(key) if self.share else None
             if gram is None:
                 size = x.shape[-1]
-                gram = self.fresh[key] = Gram(torch.zeros(size, size, dtype=torch.float32, device=x.device))
+                # A buffer for each of many experts would be larger than what they are given.
+                empty_NN = torch.zeros(size, size, dtype=torch.float32, device=x.device)
+                gram = self.fresh[key] = Gram(empty_NN, batched=not view.may_be_idle)
             self.grams[view.name] = gram
         if key not in gram.seen:
             gram.add(x)
@@ -212,7 +260,7 @@ def _check_finite(
 
     def look(view: LinearView, x: torch.Tensor) -> None:
         if not bool(x.isfinite().all()):
-            raise ValueError(f"{view.name}: the activation that enters it is not finite in calibration sample {sample}")
+            raise ValueError(f"{view.name}: the activation that enters it is not finite in calibration {inputs.names[sample]}")
 
     with torch.no_grad(), observed_inputs(block, views, look):
         for sample in range(inputs.n_samples):

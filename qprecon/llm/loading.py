@@ -42,7 +42,7 @@ def load_causal_lm(
         FileNotFoundError: a path that does not exist, or a folder without a config.json. ValueError: an unknown dtype.
     """
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     _check_path(model)
     target = choose_device(device)
@@ -54,11 +54,27 @@ def load_causal_lm(
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     keyword = "dtype" if version >= (4, 56) else "torch_dtype"
     loaded = AutoModelForCausalLM.from_pretrained(str(model), **{keyword: dtype}).to(target).eval()
+    return loaded, load_tokenizer(model)
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a model folder or hub name; None if it has none (a caller with text will be told that it needs one)."""
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
+        return AutoTokenizer.from_pretrained(str(model))
     except (OSError, ValueError):
-        tokenizer = None  # a caller with text will be told that it needs one
-    return loaded, tokenizer
+        return None
+
+
+def model_folder(model: str | Path) -> Path:
+    """Where the files of a model are: the folder itself, or the local copy of a hub model, fetched if need be."""
+    _check_path(model)
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]))
 
 
 def as_dtype(name: str | torch.dtype) -> torch.dtype:

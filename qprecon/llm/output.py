@@ -5,12 +5,15 @@ Unstructured sparsity in a dense file neither shrinks nor speeds it up, and the 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qprecon.llm.journal import PROGRESS
 from qprecon.llm.report import PruneReport
 
 REPORT_NAME = "qprecon_report.json"
@@ -39,16 +42,47 @@ def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any 
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         model.save_pretrained(partial)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        report.save(partial / REPORT_NAME)
-        (partial / "README.md").write_text(model_card(report), encoding="utf-8")
+        _explain(partial, report, tokenizer)
         partial.chmod(0o777 & ~_umask())  # mkdtemp's folders are private
         _put(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
+
+
+def partial_folder(out: str | Path) -> Path:
+    """Where a run that writes block by block keeps what it has, beside `out`."""
+    out = Path(out).expanduser().absolute()
+    return out.parent / f".{out.name}.partial"
+
+
+def complete_folder(
+    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None
+) -> Path:
+    """Add to the written shards what makes a model of them, and give the folder its name; `shards` as the journal has them."""
+    out = check_output(out)
+    for leftover in partial.glob(".*.tmp"):  # of a write that was killed
+        leftover.unlink()
+    weight_map = {name: shard["file"] for shard in shards for name in shard["names"]}
+    index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": weight_map}
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    model.config.save_pretrained(partial)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(partial)
+    _explain(partial, report, tokenizer)
+    os.sync()  # before the folder gets its name: a power cut must not leave a name without the content
+    _put(partial, out)
+    for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
+        shutil.rmtree(leftover, ignore_errors=True)
+    return out
+
+
+def _explain(folder: Path, report: PruneReport, tokenizer: Any) -> None:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    report.save(folder / REPORT_NAME)
+    (folder / "README.md").write_text(model_card(report), encoding="utf-8")
 
 
 def _put(partial: Path, out: Path) -> None:

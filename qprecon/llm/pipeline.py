@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,23 @@ import transformers
 from torch import nn
 
 import qprecon
-from qprecon.llm.capture import capture_inputs, evaluation_mode
+from qprecon.llm.capture import evaluation_mode
+from qprecon.llm.checkpoint import NotStreamable, Shards, open_shards, skeleton
+from qprecon.llm.clock import Clock
 from qprecon.llm.gram import collect_grams
-from qprecon.llm.loading import choose_device, load_causal_lm
+from qprecon.llm.journal import Journal, digest
+from qprecon.llm.loading import choose_device, load_causal_lm, load_tokenizer, model_folder
 from qprecon.llm.masks import get_selector
-from qprecon.llm.output import check_output, save_model
+from qprecon.llm.measure import finished_rows
+from qprecon.llm.memory import with_room
+from qprecon.llm.output import check_output, complete_folder, partial_folder, save_model
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
-from qprecon.llm.progress import Step, progress_bar, progress_mode
+from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode
 from qprecon.llm.report import LayerRow, PruneReport
-from qprecon.llm.update import Method, prune_layer
+from qprecon.llm.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.update import Method, grouped, prune_group
 
 
 def prune_model(
@@ -54,13 +59,15 @@ def prune_model(
     save_masks: bool = False,
     mask_options: Mapping[str, Any] | None = None,
     solve_options: Mapping[str, Any] | None = None,
+    resume: bool = True,
 ) -> PruneReport:
     """Prune a model to a sparsity pattern, with optimal weights for the masks (the paper's Algorithm 1).
 
     All linear layers of all decoder blocks are pruned; embeddings, the head and routers of experts are not.
 
     Args:
-        model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed).
+        model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
+            safetensors is read and written block by block and never held; where that cannot be done, the report says why.
         calibration: windows of token numbers, (S, T) or a list, used as they are; or text, or one long tensor of
             tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
@@ -72,120 +79,131 @@ def prune_model(
         propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
         out: a folder for the pruned model and its report; absent, empty or written by qprecon before.
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
-            between blocks; `device` unless given.
+            between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
         dtype: of a model given by name; "auto" as stored.
-        progress: on stderr: True or "bar"; False or "quiet"; "json" for one line of JSON a layer.
+        progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
         save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.packed`).
+        resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
+            True the same call continues it, with the same weights as an uninterrupted run; False starts over.
 
     Returns:
         PruneReport, one row a layer.
 
     Raises:
-        ValueError, TypeError, FileExistsError: bad arguments, before any calibration; an activation that is not finite.
+        ValueError, TypeError, FileExistsError: bad arguments, before any calibration; an activation that is not finite; an
+            unfinished run with other settings beside `out` (the differences are named).
+        OSError: a file that cannot be written; blocks finished before are kept.
     """
     settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
-    clock = _Clock()
+    clock, notes = Clock(), []
     with clock("load"):
         progress_mode(progress)
         if out is not None:
             check_output(out)
         device = choose_device(device)
         pattern = sparsity if pattern is None else pattern
-        model, tokenizer, settings["model"] = _resolve_model(model, tokenizer, out, dtype)
-        plan = plan_layers(model, pattern, targets, ignore)
+        settings |= {"pattern": _described(pattern), "device": str(device)}
+        found = _resolve_model(model, tokenizer, out, dtype, mask, notes)
+        plan = plan_layers(found.model, pattern, targets, ignore)
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
         check_method(method, plan, propagate, device)
         method = with_given_masks(method, plan)
-        samples = calibration_samples(model, calibration, tokenizer, nsamples, seqlen, seed)
-    with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
-        rows = _prune_blocks(model, plan, method, samples, propagate, device, store, clock, step)
-    settings |= {"pattern": _described(pattern), "device": str(device), "nsamples": len(samples)}
+        samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
+        source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
+    try:
+        with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
+            rows, kept_on = _prune_blocks(source, plan, method, samples, propagate, store, clock, step, notes)
+        source.close()
+    finally:
+        source.stop()
+    settings |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     settings["mask_options"] = {key: value for key, value in (mask_options or {}).items() if key != "masks"}
     settings["seqlen"] = max(sample.numel() for sample in samples)
-    report = _report(model, plan, rows, settings, clock)
+    report = _report(source, plan, rows, settings, clock, notes)
     if out is not None:
         with clock("save"):
-            save_model(model, report, out, tokenizer)
+            if found.shards is None:
+                save_model(found.model, report, out, found.tokenizer)
+            else:
+                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
             if save_masks:
-                write_masks(out, [layer.view for layers in plan.layers for layer in layers])
+                views = [layer.view for layers in plan.layers for layer in layers]
+                write_masks(out, views, found.model if found.shards is not None else None)
         report = replace(report, phase_seconds=dict(clock.seconds))
     return report
 
 
 def _prune_blocks(
-    model: nn.Module, plan: Plan, method: Method, samples: list[torch.Tensor], propagate: str,
-    device: torch.device, store: Any, clock: _Clock, step: Step,
-) -> list[LayerRow]:  # fmt: skip
-    """THE loop."""
-    rows: list[LayerRow] = []
-    with evaluation_mode(model):
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], propagate: str,
+    store: Any, clock: Clock, step: Step, notes: list[str],
+) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
+    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
+    rows, dense = list(source.rows), propagate == "dense"
+    finished = sum(map(bool, plan.layers[: source.finished]))
+    errors = [row.error_stored for row in rows]
+    step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
+    if source.finished > plan.last:
+        return rows, None
+    with evaluation_mode(source.model):
         if get_selector(method.mask).model_level:
             with clock("learn masks"):
-                method = replace(method, learned_masks=_learn_masks(model, plan, method, samples, device))
+                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples))
         with clock("capture"):
-            step("reading inputs", 0)
-            inputs = capture_inputs(model, plan.blocks, samples, device=device, store=store)
+            inputs = source.capture(samples, store)
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             layers, views = plan.layers[index], [layer.view for layer in plan.layers[index]]
-            with _placed(block.module, device):
-                with clock("gram"):
-                    step(block.name, 0)
-                    grams = collect_grams(block.module, views, inputs, index, keep_outputs=propagate == "dense")
-                for layer in layers:
-                    rows.append(prune_layer(layer.view, layer.pattern, grams, method))
-                    clock.add("mask", rows[-1].mask_seconds)
-                    clock.add("update", rows[-1].seconds - rows[-1].mask_seconds)
-                    step(block.name, 1, layer=layer.view.name, error=rows[-1].error_stored)
+            with source.opened(index, dense=dense) as module:
+                if dense or index >= source.finished:
+                    with clock("gram"):
+                        step(block.name, 0)
+                        collect = partial(collect_grams, module, views, inputs, index, keep_outputs=dense)
+                        grams = with_room(inputs, notes, block.name, collect)
+                if index >= source.finished:
+                    drafts = []
+                    for group in grouped(layers, grams, method):
+                        drafts += prune_group(group, grams, method)
+                        step(block.name, len(group), layer=group[-1].view.name)
+                    rows += (new := finished_rows(drafts))
+                    clock.add_rows(new)
+                    source.finish(index, new)
+                    step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with clock("propagate"):
-                    if propagate == "dense":
+                    if dense:
                         inputs.hidden = grams.outputs
                     elif index < plan.last:
-                        inputs.advance(block.module, index)
-    return rows
+                        with_room(inputs, notes, block.name, partial(inputs.advance, module, index))
+    return rows, inputs.store
 
 
-_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity")
+_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity", "resume")
 
 
-@dataclass
-class _Clock:
-    """Wall-clock seconds by phase: `with clock("gram"): …`."""
+@dataclass(frozen=True)
+class _Found:
+    """The model, in memory or (with `shards`) as a skeleton."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.add(phase, time.perf_counter() - started)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    shards: Shards | None = None
 
 
-@contextmanager
-def _placed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """While open, `module` is on `device`; it goes back to where it was."""
-    home = next(module.parameters()).device
-    if home == device:
-        yield
-        return
-    module.to(device)
-    try:
-        yield
-    finally:
-        module.to(home)
-
-
-def _resolve_model(model: Any, tokenizer: Any, out: Any, dtype: Any) -> tuple[nn.Module, Any, str]:
-    """The model in memory, the tokenizer, and the model's name for the report."""
+def _resolve_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, notes: list[str]) -> _Found:
     if isinstance(model, str | Path):
         if out is None:
             raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
         if Path(model).expanduser().resolve() == Path(out).expanduser().resolve():
             raise ValueError(f"out is the model's own folder, {out}; choose another")
+        try:
+            if get_selector(mask).model_level:
+                raise NotStreamable(f"mask {mask!r} is learned on the whole model")
+            folder = model_folder(model)
+            shards = open_shards(folder)
+            return _Found(skeleton(folder, shards, dtype), tokenizer or load_tokenizer(model), str(model), shards)
+        except NotStreamable as reason:
+            notes.append(f"the model was loaded as a whole, not block by block: {reason}")
         loaded, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
-        return loaded, tokenizer or own_tokenizer, str(model)
+        return _Found(loaded, tokenizer or own_tokenizer, str(model))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     devices = {parameter.device for parameter in model.parameters()}
@@ -194,14 +212,33 @@ def _resolve_model(model: Any, tokenizer: Any, out: Any, dtype: Any) -> tuple[nn
             "the model is spread over several devices or not loaded at all (device_map); load it on one device, its "
             "blocks are moved to `device` one at a time"
         )
-    return model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__
+    return _Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
-def _learn_masks(
-    model: nn.Module, plan: Plan, method: Method, samples: list[torch.Tensor], device: torch.device
-) -> dict[str, torch.Tensor]:
+def _open_source(
+    found: _Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
+    resume: bool, clock: Clock, notes: list[str],
+) -> MemoryBlocks | DiskBlocks:  # fmt: skip
+    if found.shards is None:
+        return MemoryBlocks(found.model, plan.blocks, device, clock)
+    fingerprint = {
+        **_versions(),
+        "model files": found.shards.identity,
+        "model configuration": digest(found.model.config.to_dict()),
+        "calibration": [digest(torch.cat(samples)), len(samples)],
+        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
+        "mask_options": digest(method.mask_options),
+    }
+    journal = Journal.begin(partial_folder(out), fingerprint, resume)
+    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, clock)
+    if source.finished:
+        notes.append(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
+    return source
+
+
+def _learn_masks(source: MemoryBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
-    return get_selector(method.mask).learn(model, samples, linears=linears, device=device, **method.mask_options)
+    return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
 
 
 def _described(pattern: Any) -> Any:
@@ -210,26 +247,30 @@ def _described(pattern: Any) -> Any:
     return str(Pattern.parse(pattern))
 
 
-def _report(model: nn.Module, plan: Plan, rows: list[LayerRow], settings: dict, clock: _Clock) -> PruneReport:
-    zeros = total = 0
-    for parameter in model.parameters():
-        total += parameter.numel()
-        zeros += parameter.numel() - int(torch.count_nonzero(parameter))
+def _report(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, rows: list[LayerRow], settings: dict, clock: Clock, notes: list[str]
+) -> PruneReport:
+    zeros, total = source.zeros(rows)
     idle = [row.name for row in rows if row.tokens == 0]
-    warnings = [f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude"] if idle else []
+    if idle:
+        notes = [*notes, f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude"]
     return PruneReport(
         layers=tuple(rows),
         sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),
         model_sparsity=zeros / total,
         parameters=total,
         settings=settings,
-        versions={
-            "qprecon": qprecon.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        versions=_versions(),
         phase_seconds=dict(clock.seconds),
         excluded=plan.excluded,
-        warnings=tuple(warnings),
+        warnings=tuple(notes),
     )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "qprecon": qprecon.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

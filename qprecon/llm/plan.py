@@ -206,6 +206,18 @@ def calibration_samples(
     return windows
 
 
+_PASS = 2**24  # numbers in the hidden state of one forward pass on a GPU
+
+
+def windows_together(model: nn.Module, windows: Sequence[torch.Tensor], device: torch.device) -> int:
+    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16."""
+    if device.type == "cpu":
+        return 1
+    longest = max(window.numel() for window in windows)
+    width = model.get_input_embeddings().embedding_dim
+    return int(min(max(_PASS // (longest * width), 1), 16))
+
+
 def _check_windows(model: nn.Module, windows: Sequence[torch.Tensor]) -> None:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     positions, longest = getattr(config, "max_position_embeddings", None), max(w.numel() for w in windows)

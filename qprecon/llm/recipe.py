@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,18 @@ class Recipe(Mapping[str, Any]):
         return len(self._arguments)
 
     def overridden(self, arguments: Mapping[str, Any]) -> Recipe:
-        """This recipe with `arguments` in place of its own; a new sparsity or pattern replaces both."""
-        kept = dict(self._arguments)
+        """This recipe with `arguments` in place of its own.
+
+        A new sparsity or pattern replaces both; options of a mask are added to those of the same mask.
+        """
+        kept, arguments = dict(self._arguments), dict(arguments)
+        if "mask" in arguments:
+            kept.pop("mask_options", None)
+        elif "mask_options" in arguments:
+            arguments["mask_options"] = {**kept.get("mask_options", {}), **arguments["mask_options"]}
         if {"sparsity", "pattern"} & set(arguments):
             kept.pop("sparsity", None), kept.pop("pattern", None)
-        return Recipe(kept | dict(arguments))
+        return Recipe(kept | arguments)
 
     def effective(self) -> Recipe:
         """This recipe with prune_model's defaults written out, so that it stays the same when those change."""
@@ -116,8 +123,10 @@ class Recipe(Mapping[str, Any]):
         return path
 
 
-def command_recipe(path: str | Path | None, given: Mapping[str, Any]) -> Recipe:
+def command_recipe(path: str | Path | None, given: Mapping[str, Any], also_ignore: Sequence[str] = ()) -> Recipe:
     """What `qprecon prune` is to do: the recipe at `path`, if any, with the flags `given` in place of its own.
+
+    `also_ignore`: layer patterns to add to whatever is ignored.
 
     Raises ValueError where model or out is missing, and as `load_recipe` does.
     """
@@ -125,7 +134,11 @@ def command_recipe(path: str | Path | None, given: Mapping[str, Any]) -> Recipe:
     for key in ("model", "out"):
         if key not in recipe:
             raise ValueError(f"{key.upper()} is missing: give it on the command line or as {key!r} in the recipe")
-    return Recipe({"calibration": "c4", "device": "auto", **recipe})
+    arguments = {"calibration": "c4", "device": "auto", **recipe}
+    if also_ignore:
+        own = recipe.get("ignore", [])
+        arguments["ignore"] = [*([own] if isinstance(own, str) else own), *also_ignore]
+    return Recipe(arguments)
 
 
 def load_recipe(path: str | Path) -> Recipe:

@@ -21,6 +21,9 @@ class LayerRow:
     `relative_gap` is the largest certified relative gap (of the damped problem) over every column, those that fell back
     included; `uncertified` columns exceed the tolerance; `fallbacks` columns kept their start, because the solver's
     answer was worse or not finite. All three are None where nothing was solved. `iterations` is the largest of a column.
+
+    Layers that share a Gram matrix are solved together; their seconds are split by columns. `solve_seconds` (set-up included)
+    and `audit_seconds` are parts of `update_seconds`.
     """
 
     name: str
@@ -44,6 +47,8 @@ class LayerRow:
     uncertified: int | None = None
     iterations: int | None = None
     fallbacks: int | None = None
+    solve_seconds: float = 0.0
+    audit_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

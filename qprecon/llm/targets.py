@@ -7,6 +7,10 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
+# For `ignore` (or `targets`): the linears of attention, which are those below a module that is called attn or attention in
+# any way (self_attn, attn, self_attention, linear_attn). The command line's --skip-attention is `ignore=ATTENTION`.
+ATTENTION = r"re:(?i).*\.[^.]*(attn|attention)[^.]*\."
+
 
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` names the layer `name` (a full dotted name).

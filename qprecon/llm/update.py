@@ -1,14 +1,15 @@
-"""One linear layer: choose the mask, rebuild the kept weights, store them, and measure what it cost.
+"""The linear layers that share a Gram matrix: choose their masks, rebuild the kept weights in one solve, store them.
 
-Shapes: N inputs, K outputs. W and masks are (N, K), H is (N, N).
+Shapes: N inputs, K outputs. W and masks are (N, K), H is (N, N). Layers with the same H (q, k, v; gate, up) stand side by side
+as columns, so that what depends on H only (its factor, the preconditioner's sketch) is computed once for all of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,8 +17,11 @@ import qprecon
 from qprecon.llm.gram import BlockGrams
 from qprecon.llm.linears import LinearView
 from qprecon.llm.masks import LayerData, Selection, get_selector
+from qprecon.llm.measure import Draft, Seconds, draft_rows
 from qprecon.llm.patterns import Pattern
-from qprecon.llm.report import LayerRow
+
+if TYPE_CHECKING:
+    from qprecon.llm.plan import LayerPlan
 
 UPDATES = ("optimal", "none", "own", "adam")
 
@@ -36,32 +40,45 @@ class Method:
     learned_masks: Mapping[str, torch.Tensor] | None = None
 
 
-def prune_layer(view: LinearView, pattern: Pattern, grams: BlockGrams, method: Method) -> LayerRow:
-    """Prune one linear layer in place (the paper's Algorithm 1, inner loop) and report on it."""
-    started = time.perf_counter()
-    weights_NK, hessian_NN, tokens = view.weights_NK(), grams.hessian(view), grams.tokens(view)
-    selection, note = choose_mask(LayerData(view.name, weights_NK, hessian_NN, tokens), pattern, method)
-    _wait(weights_NK)
-    chosen = time.perf_counter()
-    rebuilt_NK, facts = rebuild(weights_NK, hessian_NN, selection, method, idle=tokens == 0)
-    view.write(rebuilt_NK)
-    _wait(weights_NK)
-    solved = time.perf_counter()
-    stored_NK = view.weights_NK()
-    before, after, stored = relative_errors(
-        hessian_NN, weights_NK, (weights_NK * selection.mask_NK, rebuilt_NK, stored_NK)
-    )
-    _check_stored(view, stored_NK)
-    # A given mask is taken as it is, whatever pattern was asked for.
-    wanted = ("given", 1 - float(selection.mask_NK.double().mean())) if method.mask == "given" else (str(pattern), pattern.sparsity)
-    zeros = stored_NK.numel() - int(torch.count_nonzero(stored_NK))
-    row = LayerRow(
-        name=view.name, n_inputs=view.n_inputs, n_outputs=view.n_outputs, pattern=wanted[0],
-        requested_sparsity=wanted[1], reached_sparsity=zeros / stored_NK.numel(), zeros=zeros, tokens=tokens,
-        error_masked=before, error_updated=after, error_stored=stored, rounding_excess=_excess(stored, after),
-        mask_seconds=chosen - started, update_seconds=solved - chosen, seconds=time.perf_counter() - started, note=note,
-    )  # fmt: skip
-    return replace(row, **facts)
+def grouped(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[list[LayerPlan]]:
+    """`layers` in groups that are solved together: those that share H if the update is "optimal", else one by one."""
+    groups: dict[Any, list[LayerPlan]] = {}
+    for layer in layers:
+        gram = grams.by_name.get(layer.view.name) if method.update == "optimal" else None
+        groups.setdefault(layer.view.name if gram is None else id(gram), []).append(layer)
+    return list(groups.values())
+
+
+def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[Draft]:
+    """Prune the layers of one group in place (the paper's Algorithm 1, inner loop); their rows, still to be fetched."""
+    clock = [time.perf_counter()]
+    views = [layer.view for layer in layers]
+    hessian_NN, tokens = grams.hessian(views[0]), grams.tokens(views[0])
+    dense_NK, selection, note = choose_masks(layers, hessian_NN, tokens, method)
+    _lap(clock, dense_NK)
+    new_NK, solution = rebuild(dense_NK, hessian_NN, selection, method, idle=tokens == 0)
+    for view, columns in parts(views):
+        view.write(new_NK[:, columns])
+    _lap(clock, dense_NK)
+    # A float32 layer holds what was computed; any other dtype rounds it.
+    exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
+    stored_NK = new_NK if exact else _beside([view.weights_NK() for view in views])
+    drafts = draft_rows(layers, hessian_NN, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
+    _lap(clock, dense_NK)
+    mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
+    return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]
+
+
+def choose_masks(
+    layers: Sequence[LayerPlan], hessian_NN: torch.Tensor, tokens: int, method: Method
+) -> tuple[torch.Tensor, Selection, str]:
+    """Dense weights and selection of all layers side by side, and a note where another rule had to be taken."""
+    weights = [layer.view.weights_NK() for layer in layers]
+    data = [LayerData(layer.view.name, part, hessian_NN, tokens) for layer, part in zip(layers, weights, strict=True)]
+    chosen = [choose_mask(item, layer.pattern, method) for item, layer in zip(data, layers, strict=True)]
+    own = [selection.weights_NK for selection, _ in chosen]
+    mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
+    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]
 
 
 def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Selection, str]:
@@ -79,17 +96,16 @@ def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Sel
 
 def rebuild(
     weights_NK: torch.Tensor, hessian_NN: torch.Tensor, selection: Selection, method: Method, *, idle: bool = False
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """New weights (N, K), float32, 0 where pruned, and the facts of the solution as fields of a row.
+) -> tuple[torch.Tensor, qprecon.Solution | None]:
+    """New weights (N, K), float32, 0 where pruned, and the solution that they come from, if one was computed.
 
     With "optimal", a column whose answer is worse than what it starts from keeps its start: the better of the masked
     weights and the selector's own. An idle layer (H = 0: every weight is as good) keeps the masked weights.
     """
-    masked_NK = weights_NK * selection.mask_NK
     if method.update == "none" or idle:
-        return masked_NK, {}
+        return weights_NK * selection.mask_NK, None
     if method.update == "own":
-        return selection.weights_NK, {}
+        return selection.weights_NK, None
     solution = qprecon.solve(
         hessian_NN,
         weights_NK,
@@ -100,43 +116,23 @@ def rebuild(
         warm_start=selection.weights_NK,
         **method.solve_options,
     )
-    facts = {
-        "backend": solution.provenance.backend,
-        "relative_gap": float(solution.relative_gap.max(initial=0.0)),
-        "uncertified": int((~(solution.relative_gap <= method.tol)).sum()),
-        "iterations": int(solution.iterations.max(initial=0)),
-        "fallbacks": int(solution.fell_back.sum()),
-    }
-    return solution.weights.to(weights_NK.dtype), facts
+    return solution.weights.to(weights_NK.dtype), solution
 
 
-def relative_errors(
-    hessian_NN: torch.Tensor, weights_NK: torch.Tensor, candidates: tuple[torch.Tensor, ...]
-) -> list[float]:
-    """tr(DᵀHD) / tr(WᵀHW), D = candidate − W, of each candidate, on the undamped H; 0 where W itself has no output."""
-    total = _energy(hessian_NN, weights_NK)
-    energies = [_energy(hessian_NN, candidate - weights_NK) for candidate in candidates]
-    return [float(value) for value in torch.where(total > 0, torch.stack(energies) / total, 0.0).tolist()]
+def parts(views: Sequence[LinearView]) -> Iterator[tuple[LinearView, slice]]:
+    """Each view with its columns in the matrices of the group."""
+    first = 0
+    for view in views:
+        yield view, slice(first, first + view.n_outputs)
+        first += view.n_outputs
 
 
-def _energy(hessian_NN: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
-    # Per column in float32, summed in float64; rounding can leave a tiny negative where the energy is 0.
-    per_column = (weights_NK * (hessian_NN @ weights_NK)).sum(0, dtype=torch.float64)
-    return per_column.clamp(min=0).sum()
+def _beside(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim=1)
 
 
-def _excess(stored: float, updated: float) -> float:
-    return stored / updated - 1 if updated > 0 else stored
-
-
-def _check_stored(view: LinearView, stored_NK: torch.Tensor) -> None:
-    if not bool(stored_NK.isfinite().all()):
-        raise ValueError(
-            f"{view.name}: a new weight does not fit into {view.parameter.dtype}; load the model in bfloat16 or float32"
-        )
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    """Let the device finish, so that the times are those of the work; once or twice a layer."""
+def _lap(clock: list[float], tensor: torch.Tensor) -> None:
+    """Let the device finish, so that the times are those of the work; a few times a group, never in an inner loop."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
+    clock.append(time.perf_counter())

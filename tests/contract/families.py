@@ -62,23 +62,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class Family:
-    """A named problem. ``small``: cheap enough for the slow backends. ``float32``: conditioned well enough for float32."""
+    """A named problem. ``small``: cheap enough for the slow backends."""
 
     name: str
     build: Callable[[], Problem]
     small: bool = True
-    float32: bool = True
 
 
 FAMILIES: dict[str, Family] = {}
 
 
-def family(small: bool = True, float32: bool = True) -> Callable[[Callable[[], Problem]], Callable[[], Problem]]:
+def family(small: bool = True) -> Callable[[Callable[[], Problem]], Callable[[], Problem]]:
     """Register a function as the family of its name."""
 
     def register(build: Callable[[], Problem]) -> Callable[[], Problem]:
         cached = functools.cache(build)
-        FAMILIES[build.__name__] = Family(build.__name__, cached, small, float32)
+        FAMILIES[build.__name__] = Family(build.__name__, cached, small)
         return cached
 
     return register
@@ -157,7 +156,7 @@ def outlier_channels() -> Problem:
     return _outliers(0.01)
 
 
-@family(float32=False)
+@family()
 def outlier_channels_undamped() -> Problem:
     """The same without damping."""
     return _outliers(0.0)
@@ -171,19 +170,19 @@ def _outliers(damping: float) -> Problem:
     return Problem(h_NN, w_NK, wanda(h_NN, w_NK), damping=damping)
 
 
-@family(float32=False)
+@family()
 def kappa_1e4() -> Problem:
     """Condition number 1e4, undamped."""
     return _kappa(1e4)
 
 
-@family(float32=False)
+@family()
 def kappa_1e6() -> Problem:
     """Condition number 1e6, undamped."""
     return _kappa(1e6)
 
 
-@family(float32=False)
+@family()
 def kappa_1e8() -> Problem:
     """Condition number 1e8, undamped."""
     return _kappa(1e8)
@@ -201,7 +200,7 @@ def _kappa(kappa: float) -> Problem:
     return Problem(conditioned(rng, kappa), w_NK, rng.random((N, K)) < 0.5)
 
 
-@family(float32=False)
+@family()
 def singular_half_rank() -> Problem:
     """Rank 40 of 64 with 32 kept: H is singular, every kept block is not, so each column is certified by its own factor."""
     rng = np.random.default_rng(8)
@@ -209,7 +208,7 @@ def singular_half_rank() -> Problem:
     return Problem(h_NN, w_NK, wanda(h_NN, w_NK))
 
 
-@family(small=False, float32=False)
+@family(small=False)
 def rank_8_of_256() -> Problem:
     """Kept inputs reproduce the outputs exactly: f* = 0."""
     rng = np.random.default_rng(9)
@@ -217,7 +216,7 @@ def rank_8_of_256() -> Problem:
     return Problem(h_NN, w_NK, wanda(h_NN, w_NK))
 
 
-@family(small=False, float32=False)
+@family(small=False)
 def rank_8_of_256_few_kept() -> Problem:
     """Four of 256 inputs kept: f* > 0 and kept blocks of full rank."""
     problem = rank_8_of_256()
@@ -230,7 +229,7 @@ def rank_8_of_256_damped() -> Problem:
     return dataclasses.replace(rank_8_of_256(), damping=0.01)
 
 
-@family(float32=False)
+@family()
 def duplicate_inputs() -> Problem:
     """Every kept input occurs twice: kept blocks are singular although f* > 0."""
     rng = np.random.default_rng(10)
@@ -240,7 +239,7 @@ def duplicate_inputs() -> Problem:
     return Problem(x_TN.T @ x_TN / 512, weights(rng), mask_NK)
 
 
-@family(float32=False)
+@family()
 def dead_inputs() -> Problem:
     """Seven inputs that are always zero, some kept, some pruned; undamped."""
     return _dead(0.0)
@@ -455,7 +454,7 @@ def _register_real() -> None:
         for suffix, damping in (("", 0.01), ("_undamped", 0.0)):
             full = f"real_{name}{suffix}"
             build = functools.cache(functools.partial(real_problem, name, damping=damping))
-            FAMILIES[full] = Family(full, build, small=False, float32=damping > 0)
+            FAMILIES[full] = Family(full, build, small=False)
 
 
 _register_real()

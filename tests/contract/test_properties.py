@@ -210,6 +210,18 @@ def test_array_kinds_agree(backend: str, dtype: str, family: str) -> None:
         assert found.status.tolist() == expected.status.tolist()
 
 
+@pytest.mark.parametrize("family", ["well_conditioned", "kappa_1e8", "rhs_of_dense_model"])
+def test_what_jax_gets_back_is_what_was_audited(family: str) -> None:
+    """Without x64 jax cannot hold a float64 answer: the certificate is of the weights as rounded to float32."""
+    problem = FAMILIES[family].build().rounded("float32")
+    given = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in problem.arguments("float32").items()}
+    solution = qprecon.solve(**given, backend="cholesky", dtype="float64")
+    assert solution.provenance.dtype == "float64" and solution.weights.dtype == np.float32
+    gap_K = reference.gap(problem, np.asarray(solution.weights, dtype=np.float64), reference.solve(problem))
+    assert (solution.gap_bound >= gap_K * (1 - 1e-9)).all()
+    assert solution.optimal.all()
+
+
 def test_mixed_kinds() -> None:
     """The kind of W decides; H and the mask may be of another."""
     problem = FAMILIES["well_conditioned"].build()

@@ -118,3 +118,20 @@ def test_without_declared_classes_the_outermost_list_is_taken():
     model = TupleModel()
     model.layers[0].experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
     assert [block.name for block in find_blocks(model)] == ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma2", "llama", "opt", "gpt2", "phi3", "mixtral"])
+def test_windows_that_go_together(family):
+    """Batches give the same hidden states as single windows, keep other lengths apart, and name their windows."""
+    model = build("gemma3")
+    windows = [*tokens(5), tokens(1)[0][:12]]
+    blocks = find_blocks(model)
+    single = capture_inputs(model, blocks, windows)
+    together = capture_inputs(model, blocks, windows, batch=2)
+    assert together.names == ["samples 0 to 1", "samples 2 to 3", "sample 4", "sample 5"]
+    for index, block in enumerate(blocks):
+        single.advance(block.module, index)
+        together.advance(block.module, index)
+    rows = [row for hidden in together.hidden for row in hidden]
+    for alone, row in zip(single.hidden, rows, strict=True):
+        torch.testing.assert_close(alone[0], row)

@@ -5,6 +5,8 @@ import torch
 
 from qprecon.llm import prune_model
 from qprecon.llm.gram import Gram
+from qprecon.llm.loading import load_causal_lm
+from qprecon.llm.measure import Energy
 
 from .families import build, tokens
 
@@ -15,9 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_gram_of_each_dtype(dtype):
     torch.manual_seed(0)
     x = (torch.randn(2, 2048, 96, device="cuda") * torch.logspace(-2, 2, 96, device="cuda")).to(dtype)
-    matrix = Gram(torch.zeros(96, 96, device="cuda"))
+    matrix = Gram(torch.zeros(96, 96, device="cuda"), batched=True)
     for sample in x:
         matrix.add(sample)
+    matrix.finish()
     rows = x.reshape(-1, 96).double()
     expected = rows.T @ rows
     scale = expected.diagonal().sqrt()
@@ -42,3 +45,26 @@ def test_a_model_on_the_gpu_stays_there():
     report = prune_model(model, tokens(4), backend="cholesky", progress=False)
     assert all(p.is_cuda and p.dtype == torch.bfloat16 for p in model.parameters())
     assert report.largest_gap <= 1e-4
+
+
+@pytest.mark.parametrize("arguments", [{}, {"store": "cpu"}, {"propagate": "dense", "store": "cpu"}])
+def test_from_disk_to_disk(arguments, tmp_path):
+    build("llama-tied").bfloat16().save_pretrained(tmp_path / "dense")
+    model, _ = load_causal_lm(tmp_path / "dense", device="cpu", dtype="auto")
+    prune_model(model, tokens(8), device="cuda", progress=False, propagate=arguments.get("propagate", "pruned"))
+    report = prune_model(tmp_path / "dense", tokens(8), out=tmp_path / "out", device="cuda", progress=False, **arguments)
+    assert report.settings["streamed"] and report.settings["store"].startswith(arguments.get("store", "cuda"))
+    loaded, _ = load_causal_lm(tmp_path / "out", device="cpu", dtype="auto")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_energies_from_split_halves():
+    torch.manual_seed(0)
+    x = torch.randn(4096, 512, device="cuda") * torch.logspace(-2, 2, 512, device="cuda")
+    hessian, d = x.T @ x, torch.randn(512, 96, device="cuda")
+    d -= 0.999 * d.mean(0)
+    expected = (d.double() * (hessian.double() @ d.double())).sum(0)
+    torch.testing.assert_close(Energy(hessian)(d), expected, rtol=1e-4, atol=0)
+    narrow = d.bfloat16().float()
+    expected = (narrow.double() * (hessian.double() @ narrow.double())).sum(0)
+    torch.testing.assert_close(Energy(hessian)(narrow, narrow=True), expected, rtol=1e-4, atol=0)

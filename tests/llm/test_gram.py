@@ -134,6 +134,25 @@ def test_a_large_half_precision_activation_does_not_overflow():
     assert matrix.hessian_NN[3, 3].item() == pytest.approx(3 * float(x.max()) ** 2) and matrix.tokens == 18
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batches_of_rows_and_panels_of_the_upper_triangle(dtype, monkeypatch):
+    monkeypatch.setattr(gram, "BATCH_ROWS", 10)
+    monkeypatch.setattr(gram, "PANELS_FROM", 6)
+    torch.manual_seed(0)
+    products, accumulate = [], Gram.accumulate
+    monkeypatch.setattr(Gram, "accumulate", lambda matrix, x_TN: products.append(len(x_TN)) or accumulate(matrix, x_TN))
+    parts = [torch.randn(1, rows, 7).to(dtype) for rows in (4, 3, 4, 20, 1)]
+    matrix = Gram(torch.zeros(7, 7), batched=True)
+    for part in parts:
+        given = part.clone()
+        matrix.add(given)
+        given.zero_()  # as a block may do once the layer is done
+    matrix.finish()
+    assert products == ([7, 20, 5] if dtype == torch.bfloat16 else [4, 3, 4, 20, 1]) and matrix.tokens == 32
+    torch.testing.assert_close(matrix.hessian_NN.double(), square(parts), rtol=1e-5, atol=1e-5)
+    assert torch.equal(matrix.hessian_NN[:2, 2:], matrix.hessian_NN[2:, :2].T)
+
+
 def test_one_nan_token_names_layer_and_sample():
     model = build("llama")
     samples = tokens(4)
@@ -163,7 +182,7 @@ def fickle_inputs():
     device = torch.device("cpu")
     hidden = [torch.randn(1, 5, 4) for _ in range(3)]
     hidden[1][0, 0, 0] = 9
-    return BlockInputs(hidden, [[Call((), {}, None)] * 3], device, device)
+    return BlockInputs(hidden, [[Call((), {}, None)] * 3], device, device, [f"sample {s}" for s in range(len(hidden))])
 
 
 def test_layers_that_stop_sharing_get_matrices_of_their_own():
@@ -182,4 +201,4 @@ def test_a_linear_that_is_never_called_is_refused():
 
 
 def test_the_wide_product_flag_matches_torch():
-    assert gram._WIDE_PRODUCT == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))
+    assert gram.WIDE_PRODUCT == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))

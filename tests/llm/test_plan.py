@@ -1,5 +1,7 @@
 """Which layers are pruned, and what is refused before calibration starts."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qprecon.errors import UnknownBackendError
 from qprecon.llm import prune_model
 from qprecon.llm.plan import calibration_samples, plan_layers
-from qprecon.llm.targets import matches
+from qprecon.llm.targets import ATTENTION, matches
 
-from .families import FUSED, build, tokens
+from .families import FAMILIES, FUSED, build, tokens
 
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -40,6 +42,27 @@ def test_targets_and_ignore():
     plan = plan_layers(model, 0.5, targets=["re:.*layers.0.*", "o_proj"], ignore="*k_proj")
     assert names(plan).count("model.layers.2.self_attn.o_proj") == 1 and len(names(plan)) == 8
     assert ("model.layers.0.self_attn.k_proj", "not asked for") in plan.excluded
+
+
+def within_block(name):
+    return re.sub(r"^.*?\.\d+\.", "", name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_of_each_family(family):
+    model = build(family)
+    inner = FAMILIES[family][1]
+    attention = {name for name in inner if name.startswith(("self_attn.", "attn."))}
+    skipped = names(plan_layers(model, 0.5, ignore=ATTENTION))
+    only = names(plan_layers(model, 0.5, targets=ATTENTION))
+    assert {within_block(name) for name in only} == attention and len(only) == 3 * len(attention)
+    assert {within_block(name) for name in skipped} == inner - attention
+
+
+@pytest.mark.parametrize("name", ["h.0.self_attention.dense", "layers.1.linear_attn.out_proj", "l.0.SelfAttention.q"])
+def test_names_of_attention(name):
+    assert matches(ATTENTION, name) and not matches(ATTENTION, name.replace("ttention", "tt").replace("attn", "att"))
+    assert not matches(ATTENTION, "model.layers.0.mlp.attn_free")
 
 
 def test_patterns_by_layer():

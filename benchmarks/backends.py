@@ -1,0 +1,325 @@
+"""All backends on named problems at named settings, certified by the same audit.
+
+    python benchmarks/backends.py --device cpu|cuda     measure what the results file lacks
+    python benchmarks/backends.py --report              table and figure from the results (needs matplotlib)
+    python benchmarks/backends.py --check-auto          fail where "auto" is slower than 1.5 times the fastest certified backend
+
+Resumable: a case that results/backends_<cpu|h100>.json has is not run again. Seconds are medians of warm runs, the backends of one
+problem and setting taking turns, compilation apart (the first run's). A case that the time limit stops is recorded as such, and
+so are the larger problems of its kind, unrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from problems import Synthetic, from_file, from_fixture
+
+import qprecon
+from qprecon import registry
+
+HERE = pathlib.Path(__file__).parent
+FILES = {"cpu": HERE / "results" / "backends_cpu.json", "cuda": HERE / "results" / "backends_h100.json"}
+FIXTURES = HERE.parent / "tests" / "fixtures" / "real"
+DAMPING = 0.01
+AUTO_FACTOR = 1.5
+COMPILATION = 60.0  # seconds that a first run may take beyond the limit where it compiles
+ORDER = ("auto", *(record.name for record in registry.BUILT_IN))
+
+SETTINGS: dict[str, tuple[float, dict[str, dict[str, Any]]]] = {
+    "paper": (1e-2, {"mpax": {"paper": True}, "adam": {"steps": 20}}),
+    "1e-4": (1e-4, {}),
+    "1e-6": (1e-6, {"adam": {"steps": 1000}}),
+}
+"""Name -> certified gap asked for, and the options of the backends that need some. "paper" is the paper's own setting for rAPDHG
+(raw scale, eps 0.01) and for Adam (20 steps a learning rate); the others are asked for 1e-2."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named problem: ``series`` groups those whose cost grows in the order given; ``bounded`` adds −c ≤ ŵ ≤ c."""
+
+    name: str
+    series: str
+    source: Any  # Synthetic, or a fixture's path
+    bounded: bool = False
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        """H, W, mask and bounds: numpy on the CPU, torch on CUDA."""
+        if isinstance(self.source, Synthetic):
+            arrays = self.source.make(device)
+            arrays = arrays if device == "cuda" else tuple(x.numpy() for x in arrays)
+        else:
+            arrays = from_fixture(self.source) if "tests" in self.source.parts else from_file(self.source)
+            if device == "cuda":
+                import torch
+
+                arrays = tuple(torch.as_tensor(x, device=device) for x in arrays)
+        found = dict(zip(("H", "W", "mask"), arrays, strict=True))
+        if self.bounded:  # tight enough to be active at some weights of every column
+            limit = 2.0 * float(abs(found["W"]).mean())
+            found |= {"lower": -limit, "upper": limit}
+        return found
+
+
+def cases(device: str) -> list[Case]:
+    """The problems: layers of K = N on a GPU, of 256 outputs on a CPU; real layers; and bounds."""
+    sizes = (256, 512, 1024, 2048, 4096)
+    wide = lambda n: n if device == "cuda" else 256  # noqa: E731
+    named = lambda n, power, kind, share: Synthetic(f"{n}x{wide(n)} {kind}", n, wide(n), power, share)  # noqa: E731
+    easy = [Case(spec.name, "easy", spec) for spec in (named(n, 1.0, "easy 50%", 0.5) for n in sizes)]
+    hard = [Case(spec.name, "hard", spec) for spec in (named(n, 1.5, "hard 60%", 0.6) for n in (1024,))]
+    small = [Case(spec.name, "small", spec) for spec in (Synthetic("128x128 easy 50%", 128, 128, 1.0, 0.5),)]
+    real = [Case(path.stem, path.stem, path) for path in sorted(FIXTURES.glob("*.npz"))]
+    bounds = [Case(f"{case.name}, bounds", "bounds", case.source, True) for case in (small[0], easy[0], easy[1])]
+    return [*small, *easy, *hard, *real, *bounds]
+
+
+class Results:
+    """The rows of one device's file."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+
+    def has(self, problem: str, backend: str, setting: str) -> bool:
+        """Whether this case is there already."""
+        return self.get(problem, backend, setting) is not None
+
+    def get(self, problem: str, backend: str, setting: str) -> dict[str, Any] | None:
+        """The row of a case, or None."""
+        key = (problem, backend, setting)
+        return next((row for row in self.rows if (row["problem"], row["backend"], row["setting"]) == key), None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append and write."""
+        self.rows.append(row)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("[\n" + ",\n".join(json.dumps(row) for row in self.rows) + "\n]\n")
+
+    def drop(self, backends: list[str]) -> None:
+        """Forget the rows of some backends, to measure them anew."""
+        self.rows = [row for row in self.rows if row["backend"] not in backends]
+
+
+class Run:
+    """One backend on one problem at one setting: a first run under the time limit, then warm ones."""
+
+    def __init__(self, arguments: dict[str, Any], backend: str, setting: str, limit: float) -> None:
+        tol, options = SETTINGS[setting]
+        self.arguments = {**arguments, "backend": backend, "damping": DAMPING, "tol": tol, **options.get(backend, {})}
+        self.limit, self.seconds, self.note = limit, [], None
+        if backend != "auto":
+            registry.load(registry.find(backend), {})  # imports take seconds and are no part of the first run
+        compiling = COMPILATION if backend == "mpax" else 0.0
+        self.first, self.solution = self._timed(time_limit=limit + compiling)
+        self.compile = self.solution.timing.compile
+
+    def _timed(self, **more: Any) -> tuple[float, qprecon.Solution]:
+        torch = sys.modules.get("torch")
+        wait = torch.cuda.synchronize if torch is not None and torch.cuda.is_available() else lambda: None
+        wait()
+        began = time.perf_counter()
+        solution = qprecon.solve(**self.arguments, **more)
+        wait()
+        return time.perf_counter() - began, solution
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the time limit ended the first run."""
+        return bool((self.solution.reported_status == "time_limit").any()) or self.first - self.compile > 2.0 * self.limit
+
+    @property
+    def wants_more(self) -> bool:
+        """Up to five warm runs while they fit into the time limit."""
+        spent = self.first - self.compile + sum(self.seconds)
+        return not self.stopped and (not self.seconds or (len(self.seconds) < 5 and spent < 0.5 * self.limit))
+
+    def again(self) -> None:
+        """A warm run, without the limit: it would change how some backends work."""
+        seconds, self.solution = self._timed()
+        self.seconds.append(seconds)
+
+    def row(self, reference_K: np.ndarray | None) -> dict[str, Any]:
+        """What is recorded."""
+        solution, seconds = self.solution, self.seconds or [self.first - self.compile]
+        optimal_K = np.array([status is qprecon.Status.OPTIMAL for status in solution.status])
+        gap = float(solution.relative_gap.max())
+        true = None if reference_K is None else float(((solution.objective - reference_K) / reference_K).max())
+        return {
+            "seconds": statistics.median(seconds),
+            "seconds_min": min(seconds),
+            "runs": len(seconds),
+            "warm": bool(self.seconds),
+            "compile_seconds": self.compile,
+            "relative_gap": gap if np.isfinite(gap) else None,
+            "true_gap": true,
+            "certified_fraction": float(optimal_K.mean()),
+            "iterations": int(solution.iterations.max()),
+            "ran": solution.provenance.backend,
+            "dtype": solution.provenance.dtype,
+            "note": "stopped by the time limit" if self.stopped else None,
+        }
+
+
+def measure(case: Case, setting: str, backends: list[str], results: Results, device: str, limit: float) -> None:
+    """The cases that are missing of one problem and setting, the backends taking turns."""
+    missing = [name for name in backends if not results.has(case.name, name, setting)]
+    if not missing:
+        return
+    arguments = case.arguments(device)
+    n, k = arguments["W"].shape
+    about = {"problem": case.name, "n": n, "k": k, "kappa": condition(case, device), "setting": setting, **environment(device)}
+    about["load_average"] = round(os.getloadavg()[0], 1)  # before the case: on a busy machine times say little
+    runs: dict[str, Run] = {}
+    for name in missing:
+        if reason := too_slow(case, name, setting, results, device) or cannot(name, case):
+            results.add({**about, "backend": name, "seconds": None, "note": reason})
+            continue
+        try:
+            runs[name] = Run(arguments, name, setting, limit)
+        except Exception as error:
+            results.add({**about, "backend": name, "seconds": None, "note": f"{type(error).__name__}: {str(error)[:200]}"})
+    while any(run.wants_more for run in runs.values()):
+        for run in runs.values():
+            if run.wants_more:
+                run.again()
+    reference_K = reference(case, device)
+    for name, run in runs.items():
+        row = {**about, "backend": name, **run.row(reference_K)}
+        results.add(row)
+        gap = "-" if row["relative_gap"] is None else f"{row['relative_gap']:.1e}"
+        print(f"{case.name:24} {setting:6} {name:9} {row['seconds']:9.4f} s  gap {gap}  {row['note'] or ''}", flush=True)
+
+
+def cannot(backend: str, case: Case) -> str | None:
+    """Why a backend does not take part, or None."""
+    if backend == "auto":
+        return None
+    record = registry.find(backend)
+    if not record.installed:
+        return f"not installed: {', '.join(record.missing())}"
+    return "takes no general bounds" if case.bounded and not record.capabilities.bounds else None
+
+
+def too_slow(case: Case, backend: str, setting: str, results: Results, device: str) -> str | None:
+    """Whether a smaller problem of the same series ran into the limit at this setting."""
+    for smaller in cases(device):
+        if smaller.series == case.series and smaller.name != case.name:
+            row = results.get(smaller.name, backend, setting)
+            if row and row.get("note") and "time limit" in row["note"]:
+                return f"not run: over the time limit on {smaller.name}"
+    return None
+
+
+@functools.cache
+def reference(case: Case, device: str) -> np.ndarray | None:
+    """Optimal objectives in float64, where they are cheap."""
+    arguments = case.arguments(device)
+    if case.bounded or arguments["W"].shape[0] > 640:
+        return None
+    solution = qprecon.solve(**arguments, backend="cholesky", damping=DAMPING, dtype="float64", tol=1e-9)
+    return solution.objective - solution.gap_bound
+
+
+@functools.cache
+def condition(case: Case, device: str) -> float:
+    """κ of H + λI, rounded to two digits."""
+    import torch
+    from problems import extreme_eigenvalues
+
+    low, high = extreme_eigenvalues(torch.as_tensor(case.arguments(device)["H"]), DAMPING)
+    return float(f"{high / low:.2g}")
+
+
+@functools.cache
+def environment(device: str) -> dict[str, Any]:
+    """Device, date and versions."""
+    names = ("torch", "jax", "mpax", "osqp", "cvxpy", "numpy", "scipy")
+    versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name) is not None}
+    if device == "cuda":
+        import torch
+
+        where = torch.cuda.get_device_name()
+    else:
+        threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        where = f"{threads} threads on {processor()}"
+    return {"device": where, "versions": {"qprecon": qprecon.__version__, **versions}, "date": datetime.date.today().isoformat()}
+
+
+def processor() -> str:
+    """The processor's name."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def check_auto(rows: list[dict[str, Any]]) -> list[str]:
+    """Where auto is not certified although another backend is, or is slower than AUTO_FACTOR times the fastest certified one."""
+    wrong = []
+    for key in sorted({(row["device"], row["problem"], row["setting"]) for row in rows}):
+        here = [row for row in rows if (row["device"], row["problem"], row["setting"]) == key and row["seconds"] is not None]
+        good = {row["backend"]: row for row in here if row["certified_fraction"] == 1.0 and row["warm"]}
+        others = {name: row["seconds"] for name, row in good.items() if name != "auto"}
+        if not others:
+            continue
+        best = min(others, key=others.__getitem__)
+        if "auto" not in good:
+            wrong.append(f"{', '.join(key)}: auto is not certified, {best} is")
+        elif good["auto"]["seconds"] > AUTO_FACTOR * others[best]:
+            ratio = good["auto"]["seconds"] / others[best]
+            wrong.append(f"{', '.join(key)}: auto ({good['auto']['ran']}) takes {ratio:.2f} times as long as {best}")
+    return wrong
+
+
+def main() -> None:
+    """Measure, report or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=tuple(FILES), help="measure on this device")
+    parser.add_argument("--problem", action="append", help="part of a problem's name; repeat for several")
+    parser.add_argument("--setting", action="append", choices=tuple(SETTINGS))
+    parser.add_argument("--backend", action="append", choices=ORDER)
+    parser.add_argument("--again", action="append", default=[], choices=ORDER, help="forget this backend's rows first; repeat")
+    parser.add_argument("--limit", type=float, default=15.0, help="seconds a case")
+    parser.add_argument("--stop-after", type=float, default=540.0, help="seconds after which no problem is begun; run again")
+    parser.add_argument("--report", action="store_true", help="write the table and the figure")
+    parser.add_argument("--check-auto", action="store_true")
+    args = parser.parse_args()
+    began = time.monotonic()
+    if args.device:
+        results = Results(FILES[args.device])
+        results.drop(args.again)
+        for case in cases(args.device):
+            if args.problem and not any(part in case.name for part in args.problem):
+                continue
+            for setting in args.setting or SETTINGS:
+                if time.monotonic() - began < args.stop_after:
+                    measure(case, setting, args.backend or list(ORDER), results, args.device, args.limit)
+    rows = [row for path in FILES.values() for row in Results(path).rows]
+    if args.report:
+        from backends_report import write
+
+        write(rows)
+    if args.check_auto:
+        wrong = check_auto(rows)
+        print("\n".join(wrong) or f"auto is within {AUTO_FACTOR} of the fastest certified backend everywhere")
+        sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Tables and figures of the paper's experiments, from benchmarks/results/paper_*.json.
+
+    python benchmarks/paper_tables.py
+
+writes benchmarks/results/paper.md and docs/figures/{layer_error,calibration_size}.{svg,png}.
+
+Nothing is computed anew: each number is that of a committed row. Figures need matplotlib (pip install matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from paper_rows import SIZES, reference
+
+HERE = Path(__file__).parent
+PATTERNS = ("50%", "60%", "70%", "2:4")
+METHODS = (
+    ("magnitude", "none"), ("magnitude", "optimal"), ("wanda", "none"), ("wanda", "optimal"), ("sparsegpt", "own"),
+    ("sparsegpt", "optimal"), ("thanos", "own"), ("thanos", "optimal"), ("alps", "own"), ("alps", "optimal"),
+    ("proxsparse", "none"), ("proxsparse", "optimal"),
+)  # fmt: skip
+WORDS = {"magnitude": "Magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "thanos": "Thanos", "alps": "ALPS",
+         "proxsparse": "ProxSparse", "wikitext2": "WikiText-2", "c4": "C4", "none": "–", "optimal": "optimal",
+         "own": "its own", "adam": "Adam"}  # fmt: skip
+COLOURS = {"wanda": "#0072b2", "sparsegpt": "#d55e00", "thanos": "#009e73", "alps": "#cc79a7", "magnitude": "#999999"}
+PLAIN = {"sparsegpt": "own", "thanos": "own", "alps": "own"}  # the update that each mask comes with; "none" for others
+
+
+class Table:
+    """The rows of one model, looked up by what they are about."""
+
+    def __init__(self, rows: list[dict]):
+        self.rows = rows
+        self.model = rows[0]["model"]
+        # The run's own number of windows is the one that most rows have; others are about the number itself.
+        self.windows = Counter(row["windows"] for row in rows if row["windows"]).most_common(1)[0][0] if len(rows) > 1 else 0
+
+    @property
+    def dense(self) -> dict | None:
+        return next((row for row in self.rows if row["pattern"] == "dense"), None)
+
+    def get(self, calibration: str, pattern: str, mask: str, update: str, windows: int = 0, layers: str = "all") -> dict | None:
+        wanted = {"calibration": calibration, "pattern": pattern, "mask": mask, "update": update, "layers": layers,
+                  "windows": windows or self.windows}  # fmt: skip
+        return next((row for row in self.rows if wanted.items() <= row.items()), None)
+
+    def patterns(self, calibration: str, layers: str = "all") -> list[str]:
+        here = {row["pattern"] for row in self.rows if row["calibration"] == calibration and row["layers"] == layers}
+        return [pattern for pattern in PATTERNS if pattern in here]
+
+    def protocol(self) -> str:
+        """What every number of the model depends on, in words."""
+        row = next(row for row in reversed(self.rows))
+        ev, made = row["eval"], sorted({r["machine"] for r in self.rows})
+        text = "the whole WikiText-2 test" if ev["whole_text"] else f"the first {ev['windows']} windows of the WikiText-2 test"
+        forward = f"{ev['autocast']} autocast" if ev["autocast"] else ev["dtype"]
+        versions = row["versions"]
+        return (
+            f"Calibration: {self.windows} windows of {row['seqlen']} tokens unless a table says otherwise, float32 weights and "
+            f"activations, damping {row['protocol']['damping']:g}. Perplexity on {text} ({ev['windows']} windows of "
+            f"{ev['seqlen']}, {forward}; BOS: {ev['bos']}). Machine: {', '.join(made)}; torch {versions['torch']}, transformers "
+            f"{versions['transformers']}, {row['date']}."
+        )
+
+
+def load(folder: Path) -> list[Table]:
+    tables = [Table(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("paper_*.json"))]
+    if not tables:
+        raise SystemExit(f"no paper_*.json in {folder}: run benchmarks/paper.py first")
+    return sorted(tables, key=lambda table: -len(table.rows))
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    body = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in body) + "\n"
+
+
+def _ppl(row: dict | None, best: bool = False) -> str:
+    if row is None:
+        return ""
+    value = row["perplexity"]
+    text = f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:.3g}"
+    return f"**{text}**" if best else text
+
+
+def _label(mask: str, update: str) -> list[str]:
+    return [WORDS[mask], WORDS[update]]
+
+
+def perplexity_table(table: Table, calibration: str, layers: str = "all") -> str:
+    """Masks and updates against patterns; the better of a mask's two updates is bold."""
+    patterns = table.patterns(calibration, layers)
+    lines = [["dense", "–", *[_ppl(table.dense)] * len(patterns)]] if table.dense else []
+    for mask, update in METHODS:
+        found = [table.get(calibration, pattern, mask, update, layers=layers) for pattern in patterns]
+        if not any(found):
+            continue
+        cells = []
+        for pattern, row in zip(patterns, found, strict=True):
+            rival = PLAIN.get(mask, "none") if update == "optimal" else "optimal"
+            other = table.get(calibration, pattern, mask, rival, layers=layers)
+            cells.append(_ppl(row, bool(row and other and row["perplexity"] < other["perplexity"])))
+        lines.append([*_label(mask, update), *cells])
+    return markdown(["mask", "weights", *patterns], lines)
+
+
+def adam_table(table: Table) -> str:
+    lines = []
+    for mask in ("wanda", "sparsegpt"):
+        updates = (PLAIN.get(mask, "none"), "adam", "optimal")
+        found = [table.get("wikitext2", "50%", mask, update) for update in updates]
+        if found[1]:
+            lines.append([WORDS[mask], *map(_ppl, found)])
+    return markdown(["mask, 50 %", "as the mask's method leaves them", "Adam", "optimal"], lines) if lines else ""
+
+
+def time_table(table: Table, calibration: str = "wikitext2") -> str:
+    """Seconds of the whole pruning, and the part of it that masks and updates take."""
+    patterns = table.patterns(calibration)
+    lines = []
+    for mask, update in (*METHODS, ("wanda", "adam"), ("sparsegpt", "adam")):
+        found = [table.get(calibration, pattern, mask, update) for pattern in patterns]
+        if any(found):
+            lines.append([*_label(mask, update), *map(_seconds, found)])
+    return markdown(["mask", "weights", *(f"{pattern}, s (masks + weights)" for pattern in patterns)], lines)
+
+
+def _seconds(row: dict | None) -> str:
+    if row is None:
+        return ""
+    phases = row["phases"]
+    learned = row["seconds"] - sum(phases.values()) if row["mask"] == "proxsparse" else 0.0
+    masks = phases.get("mask", 0) + learned
+    return f"{row['seconds']:.1f} ({masks:.1f} + {phases.get('update', 0):.1f})"
+
+
+def certificate_table(table: Table, calibration: str = "wikitext2") -> str:
+    """What is certified of the rows that were solved."""
+    lines = []
+    for pattern in table.patterns(calibration):
+        for mask, _ in METHODS[1::2]:
+            if row := table.get(calibration, pattern, mask, "optimal"):
+                late = f"{row['uncertified']} of {row['columns']}"
+                lines.append([pattern, WORDS[mask], f"{row['max_relative_gap']:.1e}", late, str(row["fallbacks"])])
+    return markdown(["pattern", "mask", "largest certified gap", "columns above 1e-4", "columns that kept their start"], lines)
+
+
+SIZE_METHODS = (("wanda", "none"), ("sparsegpt", "own"), ("wanda", "optimal"), ("sparsegpt", "optimal"))
+
+
+def sizes_of(table: Table) -> list[int]:
+    sizes = sorted({*SIZES, table.windows})
+    return [size for size in sizes if any(table.get("wikitext2", "50%", *method, windows=size) for method in SIZE_METHODS)]
+
+
+def sizes_table(table: Table) -> str:
+    sizes = sizes_of(table)
+    if len(sizes) < 2:
+        return ""
+    lines = [[*_label(*m), *(_ppl(table.get("wikitext2", "50%", *m, windows=size)) for size in sizes)] for m in SIZE_METHODS]
+    return markdown(["mask, 50 %", "weights", *(f"windows: {size}" for size in sizes)], lines)
+
+
+def prototype_table(table: Table) -> str:
+    """Rows beside the prototype's values, where the protocol is the same."""
+    lines = []
+    for row in table.rows:
+        if (known := reference(row)) is not None:
+            calibration = WORDS.get(row["calibration"], "") if row["pattern"] != "dense" else ""
+            method = "dense" if row["pattern"] == "dense" else f"{WORDS[row['mask']]}, {WORDS[row['update']]}"
+            change = f"{100 * (row['perplexity'] / known - 1):+.1f} %"
+            lines.append([calibration, row["pattern"], method, _ppl(row), f"{known:g}", change])
+    return markdown(["calibration", "pattern", "mask, weights", "perplexity", "prototype", "difference"], lines) if lines else ""
+
+
+def sections(table: Table) -> str:
+    """The part of paper.md about one model."""
+    calibrations = [name for name in ("wikitext2", "c4") if table.patterns(name)]
+    parts = [f"## {table.model}", table.protocol()]
+    for name in calibrations:
+        parts += [f"### Perplexity, calibrated on {WORDS[name]}", perplexity_table(table, name)]
+    if table.patterns("wikitext2", "mlp"):
+        parts += ["### Only the MLP pruned (`--skip-attention`)", perplexity_table(table, "wikitext2", "mlp")]
+    optional = (
+        ("### Adam", adam_table(table)),
+        ("### Perplexity against the number of calibration windows", sizes_table(table)),
+        ("### Time to prune, and of that masks + weights", time_table(table) if "wikitext2" in calibrations else ""),
+        ("### Certificates", certificate_table(table) if "wikitext2" in calibrations else ""),
+        ("### Against the prototype", prototype_table(table)),
+    )
+    for title, text in optional:
+        if text.count("\n") > 2:
+            parts += [title, text]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+# Figures
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise SystemExit("the figures need matplotlib: pip install matplotlib (or --no-figures)") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # Without a salt and with a date, the same rows would give another file each time.
+    pyplot.rcParams.update({"svg.hashsalt": "qprecon", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    return pyplot
+
+
+def _save(figure, folder: Path, name: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
+    figure.savefig(paths[0], metadata={"Date": None})
+    figure.savefig(paths[1], dpi=150, metadata={"Software": None})
+    return paths
+
+
+def layer_ratios(table: Table, mask: str, pattern: str = "50%", calibration: str = "wikitext2") -> list[float]:
+    """error(optimal) / error(the mask's own update), a layer each, of two runs: each layer's error as it was when pruned."""
+    ours, other = (table.get(calibration, pattern, mask, update) for update in ("optimal", PLAIN.get(mask, "none")))
+    if not ours or not other:
+        return []
+    pairs = zip(ours["error_updated"], other["error_updated"], strict=True)
+    return [a / b if b > 0 else 1.0 for a, b in pairs]
+
+
+def layer_figure(tables: Sequence[Table], folder: Path) -> list[Path]:
+    """The error ratio optimal/other over the layers, a line a mask: thin each layer, thick the mean of a block."""
+    usable = [table for table in tables if any(layer_ratios(table, mask) for mask in COLOURS)]
+    if not usable:
+        return []
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(len(usable), 1, figsize=(7, 3.2 * len(usable)), squeeze=False, layout="constrained")
+    for axis, table in zip(axes[:, 0], usable, strict=True):
+        for mask, colour in COLOURS.items():
+            if ratios := layer_ratios(table, mask):
+                _draw_ratios(axis, ratios, blocks_of(table), colour, f"{WORDS[mask]} (median {statistics.median(ratios):.2f})")
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set(ylim=(0, None), xlabel="block", ylabel="error, optimal / other")
+        axis.set_title(f"{table.model}, 50 %: relative output error of each layer", loc="left")
+        axis.legend(ncols=3, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))
+    return _save(figure, folder, "layer_error")
+
+
+def blocks_of(table: Table) -> int:
+    names = next(row["layer_names"] for row in table.rows if row.get("layer_names"))
+    return len(names["blocks"]) if isinstance(names, dict) else len(names)
+
+
+def _draw_ratios(axis, ratios: list[float], blocks: int, colour: str, label: str) -> None:
+    each = len(ratios) / blocks
+    axis.plot([(i + 0.5) / each - 0.5 for i in range(len(ratios))], ratios, color=colour, linewidth=0.5, alpha=0.45)
+    size = round(each)
+    means = [statistics.fmean(ratios[size * b : size * (b + 1)]) for b in range(blocks)]
+    axis.plot(range(blocks), means, color=colour, linewidth=1.8, label=label)
+
+
+def sizes_figure(tables: Sequence[Table], folder: Path) -> list[Path]:
+    """Perplexity over the number of calibration windows."""
+    usable = [table for table in tables if len(sizes_of(table)) > 1]
+    if not usable:
+        return []
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, len(usable), figsize=(5.2 * len(usable), 3.6), squeeze=False, layout="constrained")
+    for axis, table in zip(axes[0], usable, strict=True):
+        for mask, update in SIZE_METHODS:
+            found = [row for size in sizes_of(table) if (row := table.get("wikitext2", "50%", mask, update, windows=size))]
+            style = "-" if update == "optimal" else "--"
+            label = f"{WORDS[mask]} + optimal" if update == "optimal" else WORDS[mask]
+            points = [row["windows"] for row in found], [row["perplexity"] for row in found]
+            axis.plot(*points, style, marker="o", markersize=3.5, color=COLOURS[mask], label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(sizes_of(table), [str(size) for size in sizes_of(table)])
+        low, high = axis.get_ylim()
+        ticks = [t for t in (20, 25, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000, 2000, 5000) if low <= t <= high]
+        axis.set_yticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.set(xlabel=f"calibration windows of {table.rows[-1]['seqlen']} tokens", ylabel="WikiText-2 perplexity")
+        axis.set_title(f"{table.model}, 50 %", loc="left")
+        axis.legend(frameon=False)
+    return _save(figure, folder, "calibration_size")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--figures", type=Path, default=HERE.parent / "docs" / "figures")
+    parser.add_argument("--no-figures", action="store_true", help="tables only, without matplotlib")
+    parsed = parser.parse_args(arguments)
+    tables = load(parsed.results)
+    out = parsed.results / "paper.md"
+    head = "<!-- written by benchmarks/paper_tables.py from the JSON beside it; do not edit -->\n\n"
+    out.write_text(head + "\n".join(sections(table) for table in tables), encoding="utf-8")
+    written = [out]
+    if not parsed.no_figures:
+        written += layer_figure(tables, parsed.figures) + sizes_figure(tables, parsed.figures)
+    print("wrote " + ", ".join(map(str, written)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The folder of a run that is not finished: shards that are complete, what is known of them, and whose run it is.
+
+A file is written under a temporary name, forced to the disk and renamed, so that a name that exists stands for a complete file.
+A shard counts once its entry exists, which is written after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROGRESS = "qprecon_progress"
+_FINGERPRINT = "fingerprint.json"
+
+
+class Journal:
+    """What an unfinished run has written to `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.progress = folder / PROGRESS
+
+    @staticmethod
+    def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool) -> Journal:
+        """Take up the run in `folder`, or begin it. ValueError, with the differences, if another run was left there."""
+        journal = Journal(folder)
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        known = journal._read(_FINGERPRINT)
+        if known is not None and (differing := _differences(known, fingerprint)):
+            raise ValueError(
+                f"an unfinished run in {folder} cannot be continued, it was started with other settings: {'; '.join(differing)}. "
+                "Repeat its settings, or start over with resume=False"
+            )
+        journal.progress.mkdir(parents=True, exist_ok=True)
+        if known is None:
+            journal._write_json(_FINGERPRINT, dict(fingerprint))
+        return journal
+
+    def entry(self, key: str) -> dict[str, Any] | None:
+        """What is known of a finished shard."""
+        return self._read(f"{key}.json")
+
+    def write_shard(self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """Write a shard and then its entry."""
+        from safetensors.torch import save_file
+
+        write_atomically(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._write_json(f"{key}.json", {"file": file, "names": list(tensors), "bytes": size, **facts})
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.progress / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def _write_json(self, name: str, data: Any) -> None:
+        # JSON's Infinity and NaN are Python's own here: these files are read by nothing else.
+        write_atomically(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """`write(temporary path)`, then force it to the disk and give it its name. OSError, naming the folder, if the disk is full."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except Exception as error:  # safetensors raises its own class for a failed write
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            f"cannot write {path} ({error}). Blocks finished before are kept in {path.parent}: make room and run the same again"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(value: Any) -> Any:
+    """A value as JSON can hold and compare it; tensors by a hash of their bytes."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{tuple(value.shape)} {value.dtype} sha256 {hashlib.sha256(flat.numpy()).hexdigest()[:16]}"
+    if isinstance(value, Mapping):
+        return {str(key): digest(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [digest(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    now = json.loads(json.dumps(dict(now)))
+    keys = [*before, *(key for key in now if key not in before)]
+    return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]

@@ -1,0 +1,44 @@
+"""Where activations are kept between blocks, and what happens when a GPU's memory does not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from qprecon.llm.capture import BlockInputs
+
+Result = TypeVar("Result")
+
+
+def stored(hidden: torch.Tensor, store: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
+    """`hidden` on the store device; from a GPU in pinned memory, that of `into` if it has the shape, without waiting."""
+    if store.type != "cpu" or hidden.device.type != "cuda":
+        return hidden.to(store)
+    if into is None or into.shape != hidden.shape or into.dtype != hidden.dtype or into.device.type != "cpu":
+        into = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+    return into.copy_(hidden, non_blocking=True)
+
+
+def choose_store(bytes_needed: int, device: torch.device) -> torch.device:
+    """Where activations go: the device if they take up to a third of what is free there, otherwise the host's memory."""
+    if device.type != "cuda" or bytes_needed <= torch.cuda.mem_get_info(device)[0] / 3:
+        return device
+    return torch.device("cpu")
+
+
+def with_room(inputs: BlockInputs, notes: list[str], what: str, work: Callable[[], Result]) -> Result:
+    """`work()`; if the GPU's memory runs out, once more with the activations in the host's memory, which `notes` then says."""
+    try:
+        return work()
+    except torch.cuda.OutOfMemoryError:
+        if not inputs.to_host():
+            raise
+        notes.append(f"{what}: out of GPU memory; activations are in the host's memory from there on")
+    # Outside of the handler: the exception holds every tensor of the frames that it came through.
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return work()

@@ -1,0 +1,255 @@
+"""Where the blocks come from and go to: a model in memory, or a folder read and written block by block.
+
+Both have `model`, `finished` (how many blocks an earlier run did), `rows` (theirs), `capture`, `opened`,
+`finish`, `close` and `stop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.blocks import Block
+from qprecon.llm.capture import BlockInputs, capture_inputs
+from qprecon.llm.checkpoint import Shards, stored_names
+from qprecon.llm.clock import Clock
+from qprecon.llm.journal import Journal
+from qprecon.llm.plan import windows_together
+from qprecon.llm.report import LayerRow
+
+
+class MemoryBlocks:
+    """The blocks of a model in memory; each visits the device."""
+
+    finished, rows = 0, ()
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, clock: Clock):
+        self.model, self.blocks, self.device, self.clock = model, blocks, device, clock
+
+    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
+        together = windows_together(self.model, samples, self.device)
+        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+
+    @contextmanager
+    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
+        """While open, the block is on the device; it goes back to where it was."""
+        module = self.blocks[index].module
+        home = next(module.parameters()).device
+        if home == self.device:
+            yield module
+            return
+        with self.clock("move"):
+            module.to(self.device)
+        try:
+            yield module
+        finally:
+            with self.clock("move"):
+                module.to(home)
+
+    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
+        """Nothing to do: the block was pruned in place."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    stop = close
+
+    def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
+        """Zeros and number of all parameters."""
+        # What the rows tell is not counted again: a count takes a processor as long as reading the weights.
+        pruned: dict[str, list[LayerRow]] = {}
+        for row in rows:
+            pruned.setdefault(f"{row.name}.weight", []).append(row)
+        zeros = total = 0
+        for name, parameter in self.model.named_parameters():
+            total += parameter.numel()
+            known = pruned.get(name)
+            zeros += known[0].zeros if known else parameter.numel() - int(torch.count_nonzero(parameter))
+        return zeros, total
+
+
+class DiskBlocks:
+    """The blocks of a folder: the next one is read and the last one written while one is pruned; no more are held.
+
+    `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
+    blocks, shard b + 2 block b. What an earlier run finished is not written again.
+    """
+
+    def __init__(
+        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, clock: Clock
+    ):
+        self.model, self.shards, self.blocks, self.device = model, shards, blocks, device
+        self.journal, self.clock = journal, clock
+        self.stored = stored_names(model, shards)
+        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
+        self.reader, self.writer = ThreadPoolExecutor(1, "qprecon-read"), ThreadPoolExecutor(1, "qprecon-write")
+        # One stream a thread for good: the allocator keeps memory apart by stream.
+        streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+        self.read_stream, self.write_stream = streams
+        self.ahead: dict[tuple[int, bool], Future] = {}
+        self.behind: list[Future] = []
+        entries = [journal.entry(_key(index)) for index in range(len(blocks))]
+        self.finished = next((index for index, entry in enumerate(entries) if entry is None), len(blocks))
+        self.rows = tuple(LayerRow(**row) for entry in entries[: self.finished] for row in entry["rows"])
+        if journal.entry(_OUTSIDE) is None:
+            self.behind.append(self.writer.submit(self._copy, None))
+
+    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
+        """As `capture_inputs`; the embeddings are in memory meanwhile, and the first block of each class, which is probed."""
+        inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
+        needed = {name for name, module in self.model.named_modules() if id(module) in inside}
+        outside = [name for name in self._names(None) if name.rpartition(".")[0] in needed]
+        first = {type(block.module): index for index, block in reversed(list(enumerate(self.blocks)))}
+        try:
+            for names in (outside, *(self._names(index) for index in first.values())):
+                _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
+            together = windows_together(self.model, samples, self.device)
+            return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+        finally:
+            _empty(self.model)
+
+    @contextmanager
+    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
+        """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`."""
+        with self.clock("read"):
+            tensors = self._taken(index, dense)
+        if index + 1 < len(self.blocks):
+            self.ahead[index + 1, dense] = self.reader.submit(self._load, index + 1, dense)
+        if self.device.type == "cuda":
+            for tensor in tensors.values():
+                tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
+        _fill(self.model, tensors)
+        module = self.blocks[index].module
+        for part in module.modules():  # buffers that no file holds
+            part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
+        try:
+            yield module
+        finally:
+            _empty(module)
+
+    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
+        """Write the open block, in the background; an error of an earlier write comes up here."""
+        with self.clock("write"):
+            self._wait(most=1)  # memory for one block that is being written, no more
+        block = self.blocks[index]
+        tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
+        event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event))
+
+    def close(self) -> None:
+        """Copy the blocks that were not pruned, and wait until everything is on the disk."""
+        with self.clock("write"):
+            self._wait(most=0)
+            for index in range(len(self.blocks)):
+                if self.journal.entry(_key(index)) is None:
+                    self._copy(index)
+
+    def stop(self) -> None:
+        """End the threads; what they are writing is written."""
+        for thread in (self.reader, self.writer):
+            thread.shutdown(cancel_futures=True)
+
+    def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
+        """Zeros and number of all parameters, tied ones once."""
+        entries = self.entries()
+        return sum(entry["zeros"] for entry in entries), sum(entry["parameters"] for entry in entries)
+
+    def entries(self) -> list[dict]:
+        """What the journal has of every shard."""
+        return [self.journal.entry(key) for key in (_OUTSIDE, *(_key(index) for index in range(len(self.blocks))))]
+
+    def _names(self, index: int | None) -> list[str]:
+        """Names in the model of a block's tensors; None: of those outside the blocks."""
+        if index is not None:
+            return [name for name in self.stored if name.startswith(self.blocks[index].name + ".")]
+        prefixes = tuple(block.name + "." for block in self.blocks)
+        return [name for name in self.stored if not name.startswith(prefixes)]
+
+    def _taken(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
+        pending = self.ahead.pop((index, dense), None)
+        try:
+            if pending is not None:
+                return pending.result()
+        except torch.cuda.OutOfMemoryError:  # while the block before was at its largest; now there is room
+            torch.cuda.empty_cache()
+        return self._load(index, dense)
+
+    def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
+        entry = None if dense else self.journal.entry(_key(index))
+        shards = self.shards
+        if entry is not None:
+            shards = Shards(self.journal.folder, dict.fromkeys(entry["names"], entry["file"]), {}, {}, {})
+        with _own_stream(self.read_stream):
+            return self._read(shards, self._names(index), self.device)
+
+    def _read(self, shards: Shards, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+        """Tensors by their names in the model, in the model's dtypes; copies, as those of safetensors may lie in the file."""
+        names = list(names)
+        tensors = shards.read({self.stored[name] for name in names})
+        moved = {key: tensor.to(device, self.dtypes[key], copy=True) for key, tensor in tensors.items()}
+        return {name: moved[self.stored[name]] for name in names}
+
+    def _copy(self, index: int | None) -> None:
+        self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None)
+
+    def _write(self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any) -> None:
+        """Under their stored names; a tied tensor once. Rows go with them, for a run that continues this one."""
+        own = {self.stored[name]: tensor for name, tensor in tensors.items()}
+        with _own_stream(self.write_stream, after=event):
+            counted = [tensor for name, tensor in own.items() if name in self.parameters]
+            zeros = sum(tensor.numel() - int(torch.count_nonzero(tensor)) for tensor in counted)
+            own = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
+        number, last = 1 if index is None else index + 2, len(self.blocks) + 1
+        parameters = sum(tensor.numel() for tensor in counted)
+        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows]}
+        key = _OUTSIDE if index is None else _key(index)
+        self.journal.write_shard(key, f"model-{number:05d}-of-{last:05d}.safetensors", own, facts)
+
+    def _wait(self, most: int) -> None:
+        while len(self.behind) > most:
+            self.behind.pop(0).result()
+
+
+_OUTSIDE = "outside"
+
+
+def _key(index: int) -> str:
+    return f"block-{index:05d}"
+
+
+@contextmanager
+def _own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator[None]:
+    """On a GPU: a stream beside the computation's, from an event on; on leaving, its work is done."""
+    if stream is None:
+        yield
+        return
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        module, _, own = name.rpartition(".")
+        module = model.get_submodule(module)
+        if own in module._parameters:
+            module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[own] = tensor
+
+
+def _empty(model: nn.Module) -> None:
+    """Parameters back to the meta device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

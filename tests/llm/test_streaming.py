@@ -1,0 +1,245 @@
+"""From disk to disk, block by block: the same weights as in memory, whatever happens on the way."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qprecon.llm import journal, pipeline, prune_model, sources
+from qprecon.llm.checkpoint import NotStreamable, open_shards, skeleton
+from qprecon.llm.loading import load_causal_lm
+
+from .families import FAMILIES, build, tokens
+
+CONVERTED = {"mixtral", "qwen2-moe"}  # transformers stores their experts under other names than it holds them
+
+
+def saved(folder, family="llama", dtype=torch.bfloat16, **options):
+    build(family).to(dtype).save_pretrained(folder, **options)
+    return folder
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+
+
+def prune(model, out=None, **arguments):
+    return prune_model(model, tokens(4), out=out, progress=False, **({"backend": "cholesky"} | arguments))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_bits_as_in_memory(family, tmp_path):
+    folder = saved(tmp_path / "dense", family, max_shard_size="40KB")
+    model, _ = load_causal_lm(folder, device="cpu", dtype="auto")
+    expected = prune(model)
+    report = prune(folder, tmp_path / "out")
+    assert report.settings["streamed"] == (family not in CONVERTED)
+    assert any("loaded as a whole" in note for note in report.warnings) == (family in CONVERTED)
+    assert same(weights(tmp_path / "out"), model.state_dict())
+    rows = [[(r.name, r.zeros, r.tokens, r.error_stored, r.relative_gap) for r in x.layers] for x in (report, expected)]
+    assert rows[0] == rows[1] and report.excluded == expected.excluded
+    assert (report.sparsity, report.model_sparsity, report.parameters) == (
+        expected.sparsity, expected.model_sparsity, expected.parameters,
+    )  # fmt: skip
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.config.to_dict() | {"_name_or_path": ""} == model.config.to_dict() | {"_name_or_path": ""}
+    assert not list((tmp_path).glob(".*")) and not list((tmp_path / "out").glob(".*"))
+    assert not (tmp_path / "out" / journal.PROGRESS).exists()
+
+
+@pytest.mark.parametrize("arguments", [
+    {"propagate": "dense"}, {"dtype": "float32"}, {"mask": "sparsegpt"}, {"targets": "layers.1"}, {"update": "none"},
+])  # fmt: skip
+def test_the_same_bits_with_other_settings(arguments, tmp_path):
+    folder = saved(tmp_path / "dense", "llama-tied")
+    model, _ = load_causal_lm(folder, device="cpu", dtype=arguments.get("dtype", "auto"))
+    prune(model, **{key: value for key, value in arguments.items() if key != "dtype"})
+    assert prune(folder, tmp_path / "out", **arguments).settings["streamed"]
+    assert same(weights(tmp_path / "out"), model.state_dict())
+
+
+def test_never_more_than_two_blocks_are_in_memory(tmp_path, monkeypatch):
+    folder, held, most = saved(tmp_path / "dense"), [], []
+    fill = sources._fill
+
+    def filled(model, tensors):
+        fill(model, tensors)
+        most.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
+        held.append(len({name.split(".")[2] for name, p in model.named_parameters() if ".layers." in name and not p.is_meta}))
+
+    monkeypatch.setattr(sources, "_fill", filled)
+    prune(folder, tmp_path / "out")
+    assert len(held) == 2 + 3 and max(held) == 1  # embeddings and the probed block, then three blocks
+    assert most[2:] == [most[2]] * 3 and most[2] == sum(p.numel() for p in build("llama").model.layers[0].parameters())
+
+
+def test_why_a_folder_cannot_be_streamed(tmp_path):
+    folder = saved(tmp_path / "mixtral", "mixtral")
+    with pytest.raises(NotStreamable, match="under that name"):
+        skeleton(folder, open_shards(folder), "auto")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(NotStreamable, match="safetensors"):
+        open_shards(tmp_path)
+
+
+class Stop(Exception):
+    pass
+
+
+def stopped_after(monkeypatch, blocks, error=Stop):
+    """Make a run stop when it has finished so many blocks."""
+    with monkeypatch.context() as patch:
+        finish = sources.DiskBlocks.finish
+
+        def stop(source, index, rows):
+            finish(source, index, rows)
+            if index + 1 == blocks:
+                raise error
+
+        patch.setattr(sources.DiskBlocks, "finish", stop)
+        yield
+
+
+@pytest.mark.parametrize("propagate", ["pruned", "dense"])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_run_continues_after_the_last_finished_block(blocks, propagate, tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    whole = prune(folder, tmp_path / "whole", propagate=propagate)
+    for _ in stopped_after(monkeypatch, blocks):
+        with pytest.raises(Stop):
+            prune(folder, tmp_path / "out", propagate=propagate)
+    assert not (tmp_path / "out").exists()
+    groups = []
+    prune_group = pipeline.prune_group
+    monkeypatch.setattr(pipeline, "prune_group", lambda group, *rest: groups.append(group) or prune_group(group, *rest))
+    report = prune(folder, tmp_path / "out", propagate=propagate)
+    assert len(groups) == 4 * (3 - blocks)
+    assert f"continued after {blocks} of 3 blocks" in report.warnings[0]
+    assert [row.name for row in report.layers] == [row.name for row in whole.layers]
+    assert report.model_sparsity == whole.model_sparsity
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"damping": 0.02}, r"damping was 0\.01, is 0\.02"), ({"seed": 5}, "seed was 0, is 5"), ({"pattern": "2:4"}, "pattern was"),
+])  # fmt: skip
+def test_other_settings_are_refused(change, named, tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    for _ in stopped_after(monkeypatch, 1):
+        with pytest.raises(Stop):
+            prune(folder, tmp_path / "out")
+    with pytest.raises(ValueError, match=named):
+        prune(folder, tmp_path / "out", **change)
+    report = prune(folder, tmp_path / "out", resume=False, **change)
+    assert not any("continued" in note for note in report.warnings)
+
+
+def test_another_model_or_calibration_is_refused(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    for _ in stopped_after(monkeypatch, 1):
+        with pytest.raises(Stop):
+            prune(folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="calibration was"):
+        prune_model(folder, tokens(4, seed=1), out=tmp_path / "out", progress=False, backend="cholesky")
+    saved(folder, dtype=torch.float32)
+    with pytest.raises(ValueError, match="model files was"):
+        prune(folder, tmp_path / "out", dtype="bfloat16")
+
+
+def test_a_full_disk_loses_no_finished_block(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    prune(folder, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        write = journal.Journal.write_shard
+
+        def full(self, key, file, tensors, facts):
+            if key == "block-00001":
+                tensors = _Full(tensors)
+            write(self, key, file, tensors, facts)
+
+        patch.setattr(journal.Journal, "write_shard", full)
+        with pytest.raises(OSError, match=r"No space left.*Blocks finished before are kept"):
+            prune(folder, tmp_path / "out")
+    report = prune(folder, tmp_path / "out")
+    assert "continued after 1 of 3" in report.warnings[0]
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+class _Full(dict):
+    """Tensors that no disk has room for."""
+
+    def items(self):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("turn", [1, 2])  # in the pass for the Gram matrices, and in the one that follows
+def test_running_out_of_gpu_memory_moves_activations_to_the_host(turn, monkeypatch):
+    model, expected = build("llama"), build("llama")
+    prune(expected)
+    moved, calls = [], []
+    run = sources.BlockInputs.run
+
+    def failing_run(inputs, block, index, sample):
+        calls.append((index, sample))
+        if calls.count((1, 2)) == turn and len(moved) == 0 and (index, sample) == (1, 2):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return run(inputs, block, index, sample)
+
+    monkeypatch.setattr(sources.BlockInputs, "run", failing_run)
+    monkeypatch.setattr(sources.BlockInputs, "to_host", lambda inputs: moved.append(1) or True)
+    report = prune(model)
+    assert moved == [1] and "model.layers.1: out of GPU memory" in report.warnings[0]
+    assert same(model.state_dict(), expected.state_dict())
+
+
+KILLING = """
+import os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from qprecon.llm import prune_model
+from tests.llm.families import tokens
+
+def started(out):
+    child = os.fork()
+    if child == 0:  # what follows has nothing to tidy up: only the disk remembers it
+        try:
+            prune_model(sys.argv[1], tokens(4), out=out, progress=False, backend="cholesky")
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+whole, out = sys.argv[2:]
+prune_model(sys.argv[1], tokens(4), out=whole, progress=False, backend="cholesky")  # imports all that is needed
+begun = time.monotonic()
+assert os.waitstatus_to_exitcode(os.waitpid(started(whole), 0)[1]) == 0
+length, moments, killed, finished = time.monotonic() - begun, random.Random(0), 0, set()
+while killed < 20:
+    child = started(out)
+    time.sleep(moments.uniform(0.0, 0.6 * length))
+    os.kill(child, signal.SIGKILL)
+    killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    finished.add(len(list(Path(out).parent.glob(".out.partial/*/block-*.json"))))
+assert os.waitstatus_to_exitcode(os.waitpid(started(out), 0)[1]) == 0
+print(sorted(finished))
+"""
+
+
+def test_killed_at_twenty_random_moments(tmp_path):
+    folder, root = saved(tmp_path / "dense"), Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLING, folder, tmp_path / "whole", tmp_path / "out"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert len(result.stdout.strip("[]\n").split(",")) > 1, "every kill found the run in the same state"
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    assert not list(tmp_path.glob(".out*"))

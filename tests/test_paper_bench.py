@@ -1,0 +1,97 @@
+"""benchmarks/paper.py and paper_tables.py on a toy: every row runs, a second run has nothing to do, tables come out."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from .llm.toy_text import WORDS, toy_llama, toy_tokenizer, words
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("paper", "paper_rows", "paper_tables"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    model, texts = tmp_path / "toy", tmp_path / "texts"
+    toy_llama(positions=128).save_pretrained(model)
+    toy_tokenizer().save_pretrained(model)
+    texts.mkdir()
+    for name, text in {
+        "wiki.test.raw.gz": words(200, 7) + "\n",
+        "wikitext2_train_5k.txt.gz": words(500),
+        "c4_train_first1000.jsonl.gz": "".join(json.dumps({"text": words(60, i)}) + "\n" for i in range(8)),
+    }.items():
+        with gzip.open(texts / name, "wt", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+    out = tmp_path / "results"
+    common = ["--model", str(model), "--texts", str(texts), "--device", "cpu", "--out", str(out)]
+    return [*common, "--windows", "4", "--seqlen", "32"], out
+
+
+def test_every_row_then_none_then_tables(bench, capsys):
+    import paper
+    import paper_rows
+    import paper_tables
+
+    common, out = bench
+    assert len(WORDS) == 60
+    assert paper.main([*common, "--budget", "0"]) == 0
+    assert not (out / "paper_toy.json").exists() and "budget" in capsys.readouterr().out
+    assert paper.main(common) == 0
+    rows = json.loads((out / "paper_toy.json").read_text())
+    wanted = paper_rows.chosen("all", 4)
+    assert len(rows) == len(wanted) == len({json.dumps({k: r[k] for k in paper.Row.__annotations__}) for r in rows})
+    for row in rows:
+        assert row["model"] == "toy" and row["perplexity"] > 0 and row["eval"]["whole_text"]
+        assert {"machine", "versions", "date", "protocol"} <= row.keys()
+        if row["update"] == "optimal":
+            assert row["max_relative_gap"] < 1e-4 and len(row["error_updated"]) == (14 if row["layers"] == "all" else 6)
+            assert all(b <= a * 1.0001 for a, b in zip(row["error_masked"], row["error_updated"], strict=True))
+    text = (out / "paper_toy.json").read_text()
+    assert paper.main(common) == 0 and (out / "paper_toy.json").read_text() == text
+
+    assert paper_tables.main(["--results", str(out), "--no-figures"]) == 0
+    page = (out / "paper.md").read_text()
+    parts = ("calibrated on C4", "| Wanda | optimal |", "ProxSparse", "### Adam", "### Certificates", "| windows: 4 |", "BOS: none")
+    for part in parts:
+        assert part in page
+    assert "prototype" not in page  # another model, another protocol
+
+
+def test_figures(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    import paper
+    import paper_tables
+
+    common, out = bench
+    assert paper.main([*common, "--rows", "core,sizes"]) == 0
+    assert paper_tables.main(["--results", str(out), "--figures", str(tmp_path / "figures")]) == 0
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert names == {f"{name}.{kind}" for name in ("layer_error", "calibration_size") for kind in ("svg", "png")}
+
+
+def test_without_matplotlib_it_says_what_to_install(bench, monkeypatch):
+    import paper_tables
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        paper_tables._pyplot()
+
+
+def test_reference_only_for_the_same_protocol(bench):
+    import paper_rows
+
+    row = {
+        "model": "SmolLM2-135M", "calibration": "c4", "pattern": "60%", "mask": "sparsegpt", "update": "own", "windows": 128,
+        "layers": "all", "eval": {"seqlen": 2048, "whole_text": True, "autocast": "bfloat16"},
+    }  # fmt: skip
+    assert paper_rows.reference(row) == 109.5
+    assert paper_rows.reference(row | {"windows": 64}) is None
+    assert paper_rows.reference(row | {"layers": "mlp"}) is None
+    with pytest.raises(ValueError, match="unknown group"):
+        paper_rows.chosen("cores", 128)

@@ -1,0 +1,153 @@
+"""Backends of third parties, and what is said of those that are missing, broken or in the way."""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qprecon
+from qprecon import registry
+
+from .small_problems import check_against_cholesky, check_limits, problem
+
+GUIDE = Path(__file__).parent.parent / "docs" / "adding_a_backend.md"
+
+
+def block(language: str) -> str:
+    return re.search(rf"```{language}\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL).group(1)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Put a distribution with one module and entry points of our group on sys.path, as pip would."""
+    modules = set(sys.modules)
+
+    def put(module: str, source: str, entries: str, distribution: str = "thirdparty") -> None:
+        info = tmp_path / f"{distribution}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{entries}\n")
+        (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield put
+    for name in set(sys.modules) - modules:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
+            del sys.modules[name]
+
+
+def plain(name: str, **fields) -> str:
+    arguments = "".join(f", {key}={value!r}" for key, value in fields.items())
+    return f"from qprecon.registry import Backend\nRECORD = Backend({name!r}, {name!r} + '_target', 'a test'{arguments})\n"
+
+
+def test_the_guide_is_short():
+    assert len(block("python").strip().splitlines()) < 40
+
+
+def test_the_guide_works(install):
+    group, name, value = re.search(r'entry-points\."(.+?)"\]\n(\w+) = "(.+?)"', block("toml")).groups()
+    assert group == registry.ENTRY_POINT_GROUP
+    install("descent", block("python"), f"{name} = {value}")
+    assert qprecon.available_backends()["descent"]["installed"]
+    solution = check_against_cholesky("descent")
+    assert set(solution.reported_status[:-1]) == {"solved"}
+    check_limits("descent")
+    h, w, mask = problem()
+    with pytest.raises(ValueError, match="did you mean 'sweeps'"):
+        qprecon.solve(h, w, mask, backend="descent", sweep=3)
+    with pytest.raises(qprecon.UnsupportedError, match="bounds"):
+        qprecon.solve(h, w, mask, backend="descent", lower=0.0)
+
+
+@pytest.mark.parametrize("name", ["cholesky", "twice"])
+def test_duplicates_are_refused(install, name):
+    install("one", plain(name), f"{name} = one:RECORD", "first")
+    if name == "twice":
+        install("two", plain(name), f"{name} = two:RECORD", "second")
+    h, w, mask = problem()
+    with pytest.raises(ValueError, match=f"{name}.*exists already"):
+        qprecon.available_backends()
+    if name == "twice":
+        with pytest.raises(ValueError, match="twice.*exists already"):
+            qprecon.solve(h, w, mask, backend="twice")
+    # a built-in backend is never replaced, and works on without a look at entry points
+    assert (qprecon.solve(h, w, mask, backend="cholesky").status == qprecon.Status.OPTIMAL).all()
+
+
+def test_missing_and_broken_are_told_apart(install):
+    install("absent", plain("absent", requires=("no_such_module",)), "absent = absent:RECORD", "first")
+    install("crooked_target", "raise KeyError('surprise')\n", "", "second")
+    install("crooked", plain("crooked"), "crooked = crooked:RECORD", "third")
+    h, w, mask = problem()
+    listed = qprecon.available_backends()
+    assert not listed["absent"]["installed"] and listed["absent"]["missing"] == ["no_such_module"]
+    with pytest.raises(qprecon.BackendNotInstalledError, match="no_such_module"):
+        qprecon.solve(h, w, mask, backend="absent")
+    with pytest.raises(qprecon.BackendBrokenError, match="KeyError.*surprise") as caught:
+        qprecon.solve(h, w, mask, backend="crooked")
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_missing_extra_is_named(monkeypatch):
+    needy = dataclasses.replace(registry.find("osqp"), requires=("no_such_module",))
+    monkeypatch.setattr(registry, "BUILT_IN", (needy,))
+    h, w, mask = problem()
+    with pytest.raises(qprecon.BackendNotInstalledError, match=re.escape("pip install 'qprecon[osqp]'")):
+        qprecon.solve(h, w, mask, backend="osqp")
+
+
+def test_a_broken_third_party_stops_nobody_else(install):
+    install("shattered", "1 / 0\n", "shattered = shattered:RECORD")
+    h, w, mask = problem()
+    assert (qprecon.solve(h, w, mask, backend="cholesky").status == qprecon.Status.OPTIMAL).all()
+    with pytest.raises(qprecon.BackendBrokenError, match="shattered.*ZeroDivisionError"):
+        qprecon.solve(h, w, mask, backend="shattered")
+
+
+def test_a_record_must_be_one(install):
+    install("odd", "RECORD = 'no record'\n", "odd = odd:RECORD")
+    h, w, mask = problem()
+    with pytest.raises(qprecon.BackendBrokenError, match="not a qprecon Backend"):
+        qprecon.solve(h, w, mask, backend="odd")
+
+
+def test_unknown_names_get_a_hint():
+    h, w, mask = problem()
+    with pytest.raises(qprecon.UnknownBackendError, match="did you mean 'cholesky'"):
+        qprecon.solve(h, w, mask, backend="cholesk")
+    with pytest.raises(qprecon.UnknownBackendError, match="Known: auto"):
+        qprecon.solve(h, w, mask, backend="zzz")
+
+
+def test_options_can_override_scaling_and_warm_start(monkeypatch):
+    """A mode of a backend may ask for the problem as given."""
+    seen = []
+
+    def prepare(system, options):
+        def solve_chunk(chunk):
+            seen.append((np.diag(system.hessian_NN), chunk.weights_NK))
+            return registry.RawColumns(chunk.start_NK)
+
+        return solve_chunk
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        raw: bool = False
+
+        @property
+        def scaling(self):
+            return "none" if self.raw else None
+
+    record = registry.Backend("probe", "probe_target", "a test")
+    monkeypatch.setitem(sys.modules, "probe_target", type(sys)("probe_target"))
+    sys.modules["probe_target"].prepare, sys.modules["probe_target"].Options = prepare, Options
+    monkeypatch.setattr(registry, "BUILT_IN", (*registry.BUILT_IN, record))
+    h, w, mask = problem()
+    for raw in (False, True):
+        qprecon.solve(1e4 * h, w, mask, backend="probe", raw=raw)
+    assert (0.5 < seen[0][0]).all() and (seen[0][0] < 2.0).all()
+    assert np.allclose(seen[-1][0], 1e4 * np.diag(h)) and np.array_equal(seen[-1][1], w[:, :-1])
