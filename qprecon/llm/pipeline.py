@@ -95,7 +95,8 @@ def prune_model(
         OSError: a file that cannot be written; blocks finished before are kept.
     """
     settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
-    clock, notes = Clock(), []
+    clock = Clock()
+    notes: list[str] = []
     with clock("load"):
         progress_mode(progress)
         if out is not None:
@@ -236,7 +237,7 @@ def _open_source(
     return source
 
 
-def _learn_masks(source: MemoryBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _learn_masks(source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
     return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
 

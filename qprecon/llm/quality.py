@@ -82,7 +82,9 @@ def evaluate(
 
 def _add(path: Path, result: Evaluation) -> None:
     """A measurement under the same conditions replaces the old one; others stay."""
-    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"format": 1, "perplexity": [], "tasks": []}
+    saved: dict[str, Any] = {"format": 1, "perplexity": [], "tasks": []}
+    if path.is_file():
+        saved |= json.loads(path.read_text(encoding="utf-8"))
     if result.perplexity is not None:
         row = dataclasses.asdict(result.perplexity)
         same = ("text", "seqlen", "bos", "windows")
