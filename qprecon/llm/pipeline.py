@@ -237,7 +237,9 @@ def _open_source(
     return source
 
 
-def _learn_masks(source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _learn_masks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
     return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
 
