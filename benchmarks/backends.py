@@ -257,7 +257,7 @@ def environment(device: str) -> dict[str, Any]:
         where = torch.cuda.get_device_name()
     else:
         threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-        where = f"{threads} threads on {processor()}"
+        where = f"{threads} CPU thread{'s' * (threads != '1')}, {processor()}"
     return {"device": where, "versions": {"qprecon": qprecon.__version__, **versions}, "date": datetime.date.today().isoformat()}
 
 

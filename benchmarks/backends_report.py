@@ -25,7 +25,7 @@ LOOKS = {
     "adam": ("#8c8c8c", "X"),
 }
 INK = "#7d8590"
-SMALLEST = 1e-9  # gaps below are drawn here
+SMALLEST, WORST = 1e-9, 10.0  # gaps below are drawn at SMALLEST; those above are no answer
 
 
 def write(rows: list[Row]) -> None:
@@ -126,7 +126,7 @@ def figure(rows: list[Row]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    devices = sorted({row["device"] for row in rows}, key=lambda name: ("threads" not in name, name))
+    devices = sorted({row["device"] for row in rows}, key=lambda name: ("CPU thread" not in name, name))
     style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK}
     with plt.rc_context({**style, "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "qprecon"}):
         size = (3.1 * len(SHOWN) + 0.6, 2.9 * len(devices) + 1.3)
@@ -163,13 +163,13 @@ def _panel(axis: Any, rows: list[Row]) -> None:
     """One problem: a line for each backend through the settings; a dotted tail to the right is its compilation."""
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.set_ylim(SMALLEST / 4, 30.0)
+    axis.set_ylim(SMALLEST / 4, 2.0 * WORST)
     for level in (1e-2, 1e-4, 1e-6):
         axis.axhline(level, color=INK, alpha=0.45, linewidth=0.8, linestyle=(0, (4, 3)))
     for name, (colour, marker) in LOOKS.items():
         points = [row for setting in SETTINGS for row in rows if (row["setting"], row["backend"]) == (setting, name)]
-        points = [row for row in points if row["seconds"] is not None and row["relative_gap"] is not None]
-        place = lambda row: (row["seconds"], min(max(row["relative_gap"], SMALLEST), 10.0))  # noqa: E731
+        points = [row for row in points if row["seconds"] is not None and (row["relative_gap"] or 1e9) < WORST]
+        place = lambda row: (row["seconds"], max(row["relative_gap"], SMALLEST))  # noqa: E731
         if points:
             axis.plot(*zip(*map(place, points), strict=True), color=colour, linewidth=1.1, alpha=0.7)
         for row in points:
@@ -184,9 +184,19 @@ def _panel(axis: Any, rows: list[Row]) -> None:
             axis.plot(row["seconds"], y, marker="o", markersize=12, markerfacecolor="none", markeredgewidth=1.3, color=INK)
     if rows:
         kappa = f"{rows[0]['kappa']:.0e}".replace("e+0", "e")
-        axis.set_title(f"{rows[0]['problem']}\n{rows[0]['n']}×{rows[0]['k']}, κ {kappa}", fontsize=9)
+        shape = "" if "x" in rows[0]["problem"] else f"{rows[0]['n']}x{rows[0]['k']}, "
+        axis.set_title(f"{rows[0]['problem']}\n{shape}κ {kappa}", fontsize=9)
+        if never := _unanswered(rows):
+            text = f"no answer in time:\n{', '.join(never)}"
+            axis.text(0.98, 0.98, text, transform=axis.transAxes, ha="right", va="top", fontsize=7.5)
     axis.patch.set_alpha(0.0)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _unanswered(rows: list[Row]) -> list[str]:
+    """Backends that took part and are certified at no setting because of the time limit."""
+    late = [name for name in LOOKS if any(row["backend"] == name and "time limit" in (row["note"] or "") for row in rows)]
+    return [name for name in late if not any(row["backend"] == name and certified(row) for row in rows)]
 
 
 def _legend(fig: Any) -> None:

@@ -28,6 +28,7 @@ from benchmarks.end_to_end_probe import Probe, floor, measured_rates
 from benchmarks.random_models import SHAPES, write_random_model
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.loading import choose_device
+from qprecon.llm.texts import load_texts
 
 IO_PHASES = ("read", "write", "save")  # what is spent waiting for the disk
 
@@ -94,7 +95,7 @@ def _model_folder(arguments: argparse.Namespace, device: torch.device) -> tuple[
 
 def _calibration(arguments: argparse.Namespace, config: transformers.PretrainedConfig):
     if arguments.text:
-        return Path(arguments.text).read_text(encoding="utf-8")
+        return load_texts(arguments.text)
     generator = torch.Generator().manual_seed(0)
     shape = (arguments.samples, arguments.seqlen)
     return torch.randint(config.get_text_config().vocab_size, shape, generator=generator)

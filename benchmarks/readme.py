@@ -91,8 +91,12 @@ def demo() -> str:
     result = load("demo_cpu")
     settings, environment, seconds = result["settings"], result["environment"], result["seconds"]
     body = [
-        [label, f"{result['perplexities'][key]:.2f}"]
-        + [f"{seconds.get(f'prune, {key}', 0.0):.0f} s", f"{seconds[f'evaluate, {key}']:.0f} s"]
+        [
+            label,
+            f"{result['perplexities'][key]:.2f}",
+            f"{seconds.get(f'prune, {key}', 0.0):.0f} s",
+            f"{seconds[f'evaluate, {key}']:.0f} s",
+        ]
         for key, label in (("dense", "dense"), ("wanda", "Wanda"), ("optimal", "**Wanda + optimal weights**"))
     ]
     rest = sum(value for part, value in seconds.items() if part != "get the model")

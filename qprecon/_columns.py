@@ -7,25 +7,23 @@ still too large go on from where they are, with a tolerance tightened by as much
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from . import registry
+from ._chunks import automatic_width, compose, indices_of, like, out_of_memory, release, slices, width_of, within
+from ._start import Start, find_start
 from .audit import Audit, Certificate, audit, relative_gap
 from .errors import BackendBrokenError
-from .interop import Array, as_given_back, back_to, cast, kind_of, namespace, synchronize, to_library, to_numpy
+from .interop import Array, as_given_back, back_to, cast, namespace, synchronize, to_library
 from .linalg import column_dots
 from .normalise import ColumnScaling, Scaling
 from .problem import ColumnQP
 from .status import Status
 
-_ROUNDS = 6  # audited rounds at most; each must at least halve the worst gap to be followed by another
-_DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
-_LEAST_WIDTH = 256
-_HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
+_ROUNDS = 8  # audited rounds at most; a column's gap must shrink by a fifth for there to be another
 _AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
 _LIMITS = {"iteration_limit": Status.ITERATION_LIMIT, "time_limit": Status.TIME_LIMIT}
 
@@ -41,6 +39,12 @@ class Setup:
     solve_chunk: registry.SolveChunk
     dtype: str
     library: str
+
+    def automatic_width(self) -> int:
+        """How many columns go to the backend together."""
+        n, itemsize = self.problem.n_inputs, 8 if self.dtype == "float64" else 4
+        per_column = self.loaded.bytes_per_column(n, itemsize, self.loaded.options) + _AUDIT_BYTES * n
+        return automatic_width(self.problem.place, n, self.problem.n_columns, per_column)
 
 
 @dataclass(frozen=True)
@@ -76,22 +80,17 @@ class Columns:
     solve_seconds: float = 0.0
     audit_seconds: float = 0.0
 
-
-@dataclass(frozen=True, eq=False)
-class _Start:
-    """Where a chunk starts: the masked weights, or the warm start where that is better."""
-
-    weights_NK: Array
-    audit: Audit
-    baseline_K: np.ndarray  # objective of the masked weights
-    energy_K: np.ndarray  # scale of the objective, positive where anything is to be gained
+    def unfinished(self, tol: float) -> np.ndarray:
+        """Indices of the columns that no limit stopped, whose input is sound, and whose certified gap exceeds ``tol``."""
+        stopped = np.isin(self.status, [Status.INVALID_INPUT, *_LIMITS.values()])
+        return np.flatnonzero(~stopped & ~(self.relative_gap <= tol))
 
 
 @dataclass(eq=False)
 class _Work:
     """A chunk in progress: the best weights so far, their figures, and what the backend said of each column."""
 
-    start: _Start
+    start: Start
     columns: Any  # index of the chunk in the problem
     weights_NK: Array
     figures: Audit
@@ -102,8 +101,8 @@ class _Work:
     certified: np.ndarray  # whether the figures hold a certificate: the start's do not
 
     @staticmethod
-    def begin(setup: Setup, start: _Start, columns: Any) -> _Work:
-        k = _width(columns)
+    def begin(setup: Setup, start: Start, columns: Any) -> _Work:
+        k = width_of(columns)
         gap_K = relative_gap(setup.problem, start.audit, start.baseline_K, start.energy_K)
         no_K = np.zeros(k, dtype=bool)
         words, none_K = np.full(k, "not run", dtype=object), np.zeros(k, dtype=np.int64)
@@ -114,7 +113,7 @@ class _Work:
         first = self.reported[local] == "not run"
         self.reported[local] = raw.reported_status
         self.iterations[local] += raw.iterations
-        fresh = audit(setup.problem, setup.cert, answer_NK, _compose(self.columns, local, self.weights_NK))
+        fresh = audit(setup.problem, setup.cert, answer_NK, compose(self.columns, local, self.weights_NK))
         with np.errstate(invalid="ignore"):
             better_K = np.isfinite(fresh.objective) & (fresh.objective <= self.figures.objective[local])
         self._replace(setup, local, better_K, answer_NK, fresh)
@@ -126,14 +125,14 @@ class _Work:
         """Columns that still are their start, which was audited without a certificate, get theirs."""
         local = np.flatnonzero(~self.certified & (self.gap_K > tol))
         if len(local):
-            some_NK = self.weights_NK[:, _some(local, self.weights_NK)]
-            fresh = audit(setup.problem, setup.cert, some_NK, _compose(self.columns, local, self.weights_NK))
+            some_NK = self.weights_NK[:, within(local, self.weights_NK)]
+            fresh = audit(setup.problem, setup.cert, some_NK, compose(self.columns, local, self.weights_NK))
             self._replace(setup, local, np.ones(len(local), dtype=bool), some_NK, fresh)
 
     def _replace(self, setup: Setup, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Audit) -> None:
-        xp, some = namespace(self.weights_NK), _some(local, self.weights_NK)
-        mixed_NK = xp.where(_like(better_K, answer_NK)[None, :], answer_NK, self.weights_NK[:, some])
-        mixed = _choose(better_K, fresh, _take(self.figures, local, some))
+        xp, some = namespace(self.weights_NK), within(local, self.weights_NK)
+        mixed_NK = xp.where(like(better_K, answer_NK)[None, :], answer_NK, self.weights_NK[:, some])
+        mixed = fresh.where(better_K, self.figures.take(local, some))
         if len(local) == self.weights_NK.shape[1]:
             self.weights_NK, self.figures = mixed_NK, mixed
         else:
@@ -152,27 +151,36 @@ def solve_in_chunks(
     out = _empty_columns(problem, setup.dtype)
     bad_K = problem.invalid_columns()
     out.status[bad_K] = Status.INVALID_INPUT
-    size = batch_size or _automatic_size(setup)
+    size = batch_size or setup.automatic_width()
     notes: dict[str, Any] = {} if batch_size else {"batch_size": size}
-    pending = list(_slices(np.flatnonzero(~bad_K), size, contiguous=not bad_K.any()))
+    pending = list(slices(np.flatnonzero(~bad_K), size, contiguous=not bad_K.any()))
     while pending:
         columns = pending.pop(0)
         try:
             _solve_chunk(setup, limits, warm_NK, columns, out)
         except Exception as error:
-            width = _width(columns)
-            if not _out_of_memory(error) or width == 1:
+            width = width_of(columns)
+            if not out_of_memory(error) or width == 1:
                 raise
-            _release(problem.weights_NK)
+            release(problem.weights_NK)
             half = (width + 1) // 2
             notes["batch_size"] = f"{half}, halved after running out of memory at {width}"
-            pending[:0] = _slices(_indices(columns), half, contiguous=isinstance(columns, slice))
+            pending[:0] = slices(indices_of(columns), half, contiguous=isinstance(columns, slice))
     return out, notes
+
+
+def improve(setup: Setup, limits: Limits, out: Columns, columns: np.ndarray) -> None:
+    """Give some columns to another backend, from where they are; ``out`` keeps the better of both."""
+    iterations, fell_back = out.iterations[columns].copy(), out.fell_back[columns].copy()
+    for part in slices(np.arange(len(columns)), setup.automatic_width(), contiguous=True):
+        _solve_chunk(setup, limits, out.weights_NK, columns[part], out)
+    out.iterations[columns] += iterations
+    out.fell_back[columns] &= fell_back
 
 
 def _solve_chunk(setup: Setup, limits: Limits, warm_NK: Array | None, columns: Any, out: Columns) -> None:
     clock = time.monotonic()
-    start = _start(setup, warm_NK, columns)
+    start = find_start(setup.problem, setup.cert, setup.dtype, warm_NK, columns)
     work = _Work.begin(setup, start, columns)
     clock = _lap(setup, clock, out, "audit_seconds")
     local = np.flatnonzero(work.gap_K > limits.tol)  # the columns of this chunk that are still to be improved
@@ -206,49 +214,13 @@ def _tightening(gap_K: np.ndarray, tol: float) -> float:
     return float(np.clip(0.3 / ratio, 1e-4, 0.3))
 
 
-def _start(setup: Setup, warm_NK: Array | None, columns: Any) -> _Start:
-    problem = setup.problem
-    masked_NK = problem.clip(cast(problem.weights_NK[:, columns], setup.dtype), columns)
-    figures = audit(problem, setup.cert, masked_NK, columns, certify=False)
-    baseline_K = figures.objective.copy()
-    energy_K = _energy(setup, masked_NK, figures, columns)
-    if warm_NK is None:
-        return _Start(masked_NK, figures, baseline_K, energy_K)
-    xp = namespace(masked_NK)
-    warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
-    warm_figures = audit(problem, setup.cert, warm_chunk_NK, columns, certify=False)
-    with np.errstate(invalid="ignore"):
-        better_K = warm_figures.objective < figures.objective
-    weights_NK = xp.where(_like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
-    return _Start(weights_NK, _choose(better_K, warm_figures, figures), baseline_K, energy_K)
-
-
-def _energy(setup: Setup, masked_NK: Array, figures: Audit, columns: Any) -> np.ndarray:
-    """What a column's objective is measured in: f(start), or with an explicit rhs, where f has no zero, the larger of
-    ΔᵀAΔ + 2|gᵀΔ| and the gain of a Jacobi step.
-    """
-    problem = setup.problem
-    if problem.rhs_NK is None:
-        return figures.objective.copy()  # the figures are updated in place
-    back_NK = cast(problem.weights_NK[:, columns], "float64") - cast(masked_NK, "float64")
-    g_NK = problem.linear("float64", columns)
-    quadratic_K = column_dots(back_NK, figures.rho_NK - g_NK)
-    diagonal_N1 = setup.cert.diagonal_N[:, None]
-    xp = namespace(back_NK)
-    positive_N1 = xp.where(diagonal_N1 > 0, diagonal_N1, xp.ones_like(diagonal_N1))
-    kept_NK = cast(problem.mask_NK[:, columns], "float64")
-    jacobi_K = (figures.rho_NK**2 * kept_NK / positive_N1).sum(0)
-    total_K = quadratic_K + 2.0 * abs(column_dots(back_NK, g_NK))
-    return np.maximum(to_numpy(total_K), to_numpy(jacobi_K))
-
-
 def _run(
     setup: Setup, limits: Limits, work: _Work, local: np.ndarray, tolerance: float
 ) -> tuple[registry.RawColumns, Array]:
     """Hand the local columns to the backend, normalised; returns its answer in the problem's units, feasible."""
     start, weights_NK, figures = work.start, work.weights_NK, work.figures
-    problem, some = setup.problem, _some(local, weights_NK)
-    wanted = _compose(work.columns, local, weights_NK)
+    problem, some = setup.problem, within(local, weights_NK)
+    wanted = compose(work.columns, local, weights_NK)
     scale = setup.scaling.columns(start.energy_K[local])
     lib = lambda x: to_library(x, setup.library)  # noqa: E731
     scaled = lambda x: None if x is None else lib(scale.weights(cast(x[:, wanted], setup.dtype)))  # noqa: E731
@@ -259,7 +231,7 @@ def _run(
         start_NK=lib(scale.weights(weights_NK[:, some])),
         residual_NK=lib(scale.linear(cast(figures.rho_NK[:, some], setup.dtype))),
         start_objective_K=lib(_scaled_objective(setup, scale, figures, local, wanted)),
-        improved_K=lib(scale.objective(_like(start.baseline_K[local] - figures.objective[local], weights_NK))),
+        improved_K=lib(scale.objective(like(start.baseline_K[local] - figures.objective[local], weights_NK))),
         linear_NK=None if g_NK is None else lib(scale.linear(g_NK)),
         lower_NK=scaled(problem.lower_NK),
         upper_NK=scaled(problem.upper_NK),
@@ -278,7 +250,7 @@ def _run(
 
 
 def _scaled_objective(setup: Setup, scale: ColumnScaling, figures: Audit, local: np.ndarray, wanted: Any) -> Array:
-    objective_K = _like(figures.objective[local], figures.rho_NK)
+    objective_K = like(figures.objective[local], figures.rho_NK)
     if setup.problem.rhs_NK is not None:  # without the constant that the Δ form leaves out
         b_NK = cast(setup.problem.rhs_NK[:, wanted], "float64") + setup.problem.linear("float64", wanted)
         objective_K = objective_K + column_dots(cast(setup.problem.weights_NK[:, wanted], "float64"), b_NK)
@@ -295,7 +267,7 @@ def _worth_another(
         return False
     if np.isin(np.asarray(raw.reported_status, dtype=object), list(_LIMITS)).all():
         return False
-    return round_ == 0 or bool((after_K[failing_K] < 0.5 * before_K[failing_K]).any())
+    return round_ == 0 or bool((after_K[failing_K] < 0.8 * before_K[failing_K]).any())
 
 
 def _store(setup: Setup, limits: Limits, work: _Work, out: Columns) -> None:
@@ -324,7 +296,7 @@ def _store(setup: Setup, limits: Limits, work: _Work, out: Columns) -> None:
         getattr(out, name)[columns] = values
 
 
-def _relative_stationarity(figures: Audit, start: _Start) -> np.ndarray:
+def _relative_stationarity(figures: Audit, start: Start) -> np.ndarray:
     scale_K = np.sqrt(np.maximum(start.energy_K, 0.0))
     return np.divide(figures.stationarity, scale_K, out=np.zeros_like(scale_K), where=scale_K > 0)
 
@@ -354,75 +326,6 @@ def _masked_copy(problem: ColumnQP, dtype: str) -> Array:
     return xp.where(problem.mask_NK, w_NK, xp.zeros_like(w_NK))
 
 
-def _automatic_size(setup: Setup) -> int:
-    n, k = setup.problem.n_inputs, setup.problem.n_columns
-    itemsize = 8 if setup.dtype == "float64" else 4
-    per_column = setup.loaded.bytes_per_column(n, itemsize, setup.loaded.options) + _AUDIT_BYTES * n
-    budget = _HOST_BUDGET
-    if setup.problem.place.device_type == "cuda":
-        import torch
-
-        free, _ = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        budget = 0.6 * (free + reserved)
-        k_most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
-        per_column = max(per_column, budget / k_most)  # wider chunks would only take more memory
-    most = max(1, min(k, int(budget // max(per_column, 1.0)))) if k else 1
-    parts = -(-k // most) if k else 1
-    return max(1, -(-k // parts))  # even chunks: a small remainder would cost as many launches as a full one
-
-
-def _slices(indices: np.ndarray, size: int, contiguous: bool) -> Iterator[Any]:
-    for first in range(0, len(indices), size):
-        part = indices[first : first + size]
-        yield slice(int(part[0]), int(part[-1]) + 1) if contiguous else part
-
-
-def _indices(columns: Any) -> np.ndarray:
-    return np.arange(columns.start, columns.stop) if isinstance(columns, slice) else columns
-
-
-def _width(columns: Any) -> int:
-    return columns.stop - columns.start if isinstance(columns, slice) else len(columns)
-
-
-def _some(local: np.ndarray, like_NK: Array) -> Any:
-    """Index of the local columns within their chunk; a slice where it is all of them, which copies nothing."""
-    return slice(None) if len(local) == like_NK.shape[1] else _like(local, like_NK)
-
-
-def _compose(columns: Any, local: np.ndarray, like_NK: Array) -> Any:
-    """Index of the local columns within the problem."""
-    if len(local) == like_NK.shape[1] and isinstance(columns, slice):
-        return columns
-    return _like(_indices(columns)[local], like_NK)
-
-
-def _like(x: np.ndarray, like: Array) -> Array:
-    return namespace(like).as_tensor(x, device=like.device) if kind_of(like) == "torch" else x
-
-
-def _take(figures: Audit, local: np.ndarray, some: Any) -> Audit:
-    return Audit(
-        figures.objective[local],
-        figures.gap_bound[local],
-        figures.stationarity[local],
-        figures.violation[local],
-        figures.rho_NK[:, some],
-    )
-
-
-def _choose(first_K: np.ndarray, a: Audit, b: Audit) -> Audit:
-    xp = namespace(a.rho_NK)
-    return Audit(
-        np.where(first_K, a.objective, b.objective),
-        np.where(first_K, a.gap_bound, b.gap_bound),
-        np.where(first_K, a.stationarity, b.stationarity),
-        np.where(first_K, a.violation, b.violation),
-        xp.where(_like(first_K, a.rho_NK)[None, :], a.rho_NK, b.rho_NK),
-    )
-
-
 def _merge_extras(total: dict[str, Any], extras: dict[str, Any]) -> None:
     for key, value in extras.items():
         if key.endswith("_seconds") and key in total:
@@ -441,15 +344,3 @@ def _lap(setup: Setup, since: float, out: Columns, field_name: str) -> float:
     now = time.monotonic()
     setattr(out, field_name, getattr(out, field_name) + now - since)
     return now
-
-
-def _out_of_memory(error: Exception) -> bool:
-    text = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "outofmemory" in text or "resource_exhausted" in text
-
-
-def _release(like: Array) -> None:
-    if kind_of(like) == "torch" and like.device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()

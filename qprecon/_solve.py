@@ -6,13 +6,16 @@ import time
 from typing import Any
 
 from . import _columns, automatic, registry
-from .audit import certificate
+from .audit import Certificate, certificate
 from .errors import BackendBrokenError, UnsupportedError
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
 from .linalg import exact_float32
 from .normalise import layer_scaling
 from .problem import ColumnQP, as_number
 from .solution import Provenance, Solution, Timing
+
+_LAST_RESORT = "cholesky"
+_FEW_LEFT = 64
 
 
 def solve(
@@ -84,12 +87,26 @@ def solve(
         synchronize(problem.weights_NK)
         setup_seconds = time.monotonic() - started
         columns, notes = _columns.solve_in_chunks(setup, limits, warm_NK, batch_size)
+        if why_backend and name != _LAST_RESORT:
+            notes |= _finish_exactly(setup, limits, columns)
     chosen.update(notes)
     return _assemble(problem, loaded, columns, tol, dtype, backend_options, chosen, setup_seconds)
 
 
-def _set_up(problem: ColumnQP, loaded: registry.Loaded, dtype: str) -> _columns.Setup:
-    cert = certificate(problem)
+def _finish_exactly(setup: _columns.Setup, limits: _columns.Limits, columns: _columns.Columns) -> dict[str, Any]:
+    """With "auto": the few columns that the fast backend could not bring to ``tol`` go to a direct method."""
+    left = columns.unfinished(limits.tol)
+    if not len(left) or len(left) > _FEW_LEFT or setup.cert.factor_NN is None or setup.problem.has_bounds or limits.expired:
+        return {}
+    exact = registry.load(registry.find(_LAST_RESORT), {})
+    _columns.improve(_set_up(setup.problem, exact, setup.dtype, setup.cert), limits, columns, left)
+    return {"finished by": f"{_LAST_RESORT}: {len(left)} columns"}
+
+
+def _set_up(
+    problem: ColumnQP, loaded: registry.Loaded, dtype: str, cert: Certificate | None = None
+) -> _columns.Setup:
+    cert = cert or certificate(problem)
     damped_NN = problem.damped_hessian(dtype)
     capabilities = loaded.capabilities
     scaling = layer_scaling(capabilities.scaling, damped_NN)

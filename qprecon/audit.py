@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ._chunks import like
 from .interop import Array, cast, kind_of, namespace, to_numpy
 from .linalg import add_to_diagonal, cholesky, column_dots, frobenius_norm, solve_lower
 from .problem import ColumnQP
@@ -68,6 +69,23 @@ class Audit:
     stationarity: np.ndarray
     violation: np.ndarray
     rho_NK: Array
+
+    def take(self, local: np.ndarray, some: Any) -> Audit:
+        """The figures of some columns, given as numpy indices and as an index of ``rho_NK``'s library."""
+        return Audit(
+            self.objective[local], self.gap_bound[local], self.stationarity[local], self.violation[local], self.rho_NK[:, some]
+        )
+
+    def where(self, mine_K: np.ndarray, other: Audit) -> Audit:
+        """These figures where ``mine_K``, the other's elsewhere."""
+        xp = namespace(self.rho_NK)
+        return Audit(
+            np.where(mine_K, self.objective, other.objective),
+            np.where(mine_K, self.gap_bound, other.gap_bound),
+            np.where(mine_K, self.stationarity, other.stationarity),
+            np.where(mine_K, self.violation, other.violation),
+            xp.where(like(mine_K, self.rho_NK)[None, :], self.rho_NK, other.rho_NK),
+        )
 
 
 def certificate(problem: ColumnQP) -> Certificate:

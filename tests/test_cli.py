@@ -61,7 +61,7 @@ def test_every_option_of_prune_is_an_argument_of_prune_model():
     options, text = options_of("prune")
     parameters = set(inspect.signature(qprecon.llm.prune_model).parameters)
     assert options - parameters == {
-        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option", "restart"
+        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option"
     }  # fmt: skip
     assert "KEPT" in text and "PRUNED" in text  # N:M is counted the other way round in Wanda's and SparseGPT's scripts
 
@@ -84,11 +84,11 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     texts = dict(model="M", calibration=[words(400)], out=out)
     assert calls[0] == ((), {**texts, "progress": "quiet", "device": "auto"})
     line = f"prune M {out} --pattern 2:4 --mask magnitude --update none --backend cholesky --nsamples 3 --seqlen 16 --seed 5"
-    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --progress json --calib"
+    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --progress json --no-resume --calib"
     assert cli.main([*line.split(), calib]) == 0
     assert calls[1][1] == dict(
         **texts, pattern="2:4", mask="magnitude", update="none", backend="cholesky", nsamples=3, seqlen=16, seed=5,
-        damping=0.5, tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", progress="json",
+        damping=0.5, tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", progress="json", resume=False,
     )  # fmt: skip
     line = f"prune M {out} --mask-file some.npz --mask-option orientation=NK --skip-attention --ignore c"
     assert cli.main([*line.split(), "--calib", calib]) == 0

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from qprecon import cli
-from qprecon.llm import output, prune_model, quality, recipe
+from qprecon.llm import assessment, output, prune_model, recipe
 from qprecon.page import runs, write_page
 from qprecon.page.charts import _linear_scale, _log_scale
 
@@ -35,7 +35,7 @@ def folders(tmp_path_factory):
     scores.append({**scores[0], "task": "openbookqa", "acc": 0.2})
     perplexities = [{"value": 41.25, "text": "wiki", "seqlen": 512, "windows": 4, "bos": "none"}]
     saved = {"format": 1, "perplexity": perplexities, "tasks": scores}
-    (home / "a<b&c" / quality.EVALUATION_NAME).write_text(json.dumps(saved))
+    (home / "a<b&c" / assessment.EVALUATION_NAME).write_text(json.dumps(saved))
     (home / "a<b&c" / recipe.RECIPE_NAME).write_text("mask: wanda\n")
     return [home / "a<b&c", home / "plain"]
 
@@ -68,7 +68,7 @@ class Checker(HTMLParser):
 
 def test_the_names_are_those_that_the_rest_writes():
     assert (runs.REPORT_NAME, runs.EVALUATION_NAME, runs.RECIPE_NAME) == (
-        output.REPORT_NAME, quality.EVALUATION_NAME, recipe.RECIPE_NAME,
+        output.REPORT_NAME, assessment.EVALUATION_NAME, recipe.RECIPE_NAME,
     )  # fmt: skip
 
 

@@ -60,8 +60,9 @@ def chosen_rank(n_inputs: int, options: Options, device: str = "cuda") -> int:
         return 0
     if options.rank is not None:
         return min(options.rank, n_inputs)
-    wanted = (1.25 if device == "cpu" else 2.0) * n_inputs**0.5
-    return min(int(2 ** np.round(np.log2(max(wanted, 1.0)))), n_inputs)
+    if device == "cpu":
+        return min(max(16 * round(1.25 * n_inputs**0.5 / 16), 16), n_inputs)
+    return min(int(2 ** np.round(np.log2(max(2.0 * n_inputs**0.5, 1.0)))), n_inputs)
 
 
 def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:

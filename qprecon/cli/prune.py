@@ -38,16 +38,16 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument(
-        "--restart",
-        action="store_true",
-        default=False,
-        help="start over where an unfinished run was left beside OUT, instead of continuing it",
-    )
-    parser.add_argument(
         "--save-masks",
         action="store_true",
         default=argparse.SUPPRESS,
         help="also write the masks, one bit a weight (masks.npz)",
+    )
+    parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="continue a run that was interrupted (default), or start over",
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
@@ -101,54 +101,59 @@ def _add_mask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mask-file",
         metavar="PATH",
+        default=None,
         help="take the masks from a .npz or .safetensors file with one 0/1 array (outputs, inputs) a layer, or from the zeros "
         "of a checkpoint folder",
     )
     parser.add_argument(
         "--mask-option",
         action="append",
+        default=[],
         metavar="KEY=VALUE",
         help="an option of the mask method, e.g. block_size=64 (numbers and JSON are understood); may be repeated",
     )
 
 
-def _mask_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`mask` and `mask_options` of `prune_model`, as far as flags give them."""
-    options: dict[str, Any] = {}
-    for item in getattr(arguments, "mask_option", []):
-        key, equals, text = item.partition("=")
-        if not key or not equals:
-            raise ValueError(f"--mask-option {item!r} is not of the form KEY=VALUE")
-        try:
-            options[key] = json.loads(text)
-        except json.JSONDecodeError:
-            options[key] = text
-    if hasattr(arguments, "mask_file"):
-        named = getattr(arguments, "mask", "given")
-        if named != "given":
-            raise ValueError(f"--mask-file gives the masks, so --mask {named} would have no effect: leave one out")
-        return {"mask": "given", "mask_options": {**options, "masks": arguments.mask_file}}
-    return {"mask_options": options} if options else {}
+_NO_ARGUMENTS = ("command", "run", "traceback", "recipe", "quiet", "mask_file", "mask_option", "skip_attention")
 
 
-# Flags that are no arguments of prune_model by that name.
-_OWN = ("command", "run", "traceback", "recipe", "quiet", "restart", "skip_attention", "mask_file", "mask_option")
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given, as arguments of `prune_model`."""
+    given = {name: value for name, value in vars(arguments).items() if name not in _NO_ARGUMENTS}
+    options = dict(map(_mask_option, arguments.mask_option))
+    if arguments.mask_file is not None:
+        if given.get("mask", "given") != "given":
+            raise ValueError(f"--mask-file gives the masks, so --mask {given['mask']} would have no effect: leave one out")
+        given["mask"], options["masks"] = "given", arguments.mask_file
+    if options:
+        given["mask_options"] = options
+    return given
+
+
+def _mask_option(item: str) -> tuple[str, Any]:
+    key, equals, text = item.partition("=")
+    if not key or not equals:
+        raise ValueError(f"--mask-option {item!r} is not of the form KEY=VALUE")
+    try:
+        return key, json.loads(text)
+    except json.JSONDecodeError:
+        return key, text
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
-    mask_arguments = _mask_arguments(arguments)
+    given = _given(arguments)
     from qprecon.llm import prune_model
     from qprecon.llm.recipe import command_recipe
-    from qprecon.llm.targets import ATTENTION
+    from qprecon.llm.targets import ATTENTION, as_patterns
     from qprecon.llm.texts import load_texts
 
-    given = {name: value for name, value in vars(arguments).items() if name not in _OWN} | mask_arguments
-    recipe = command_recipe(arguments.recipe, given, also_ignore=[ATTENTION] if arguments.skip_attention else [])
-    special: dict[str, Any] = {"calibration": load_texts(recipe["calibration"])}
-    special |= {"progress": "quiet"} if arguments.quiet else {}
-    special |= {"resume": False} if arguments.restart else {}
-    report = prune_model(**{**recipe, **special})
+    recipe = command_recipe(arguments.recipe, given)
+    if arguments.skip_attention:
+        recipe = recipe.overridden({"ignore": [*as_patterns(recipe.get("ignore"), "ignore"), ATTENTION]})
+    named = {"calibration": load_texts(recipe["calibration"])}
+    quiet = {"progress": "quiet"} if arguments.quiet else {}
+    report = prune_model(**{**recipe, **named, **quiet})
     recipe.effective().save(recipe["out"])
     if not arguments.quiet:
         print(report.summary())

@@ -22,6 +22,7 @@ Observe = Callable[[LinearView, torch.Tensor], None]
 
 
 BATCH_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs as much as the product
+_TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each unit of an H100
 PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
 
 # torch.mm(…, out_dtype=) came with torch 2.8, for CUDA only.
@@ -68,6 +69,11 @@ class Gram:
             if wide:
                 # Products of two 16-bit floats are exact in float32, so only the summation rounds.
                 part_NN += torch.mm(left_TN.t(), right_TN, out_dtype=torch.float32)
+            elif (pieces := pieces_of(x_TN)) > 1:
+                even = len(x_TN) // pieces * pieces
+                parts_PTN = x_TN[:even].reshape(pieces, -1, x_TN.shape[1])
+                part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
+                part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
             else:
                 part_NN.addmm_(left_TN.t(), right_TN)
 
@@ -87,6 +93,14 @@ class Gram:
         size = len(self.hessian_NN)
         step = -(-size // PANELS) if size >= PANELS_FROM else max(size, 1)
         return [slice(first, min(first + step, size)) for first in range(0, size, step)]
+
+
+def pieces_of(x_TN: torch.Tensor) -> int:
+    """Into how many sums of rows xᵀx is split: a small H has too few tiles to occupy a GPU with one product in float32."""
+    tiles = (-(-x_TN.shape[1] // _TILE)) ** 2
+    if not x_TN.is_cuda or len(x_TN) < BATCH_ROWS // 2:
+        return 1
+    return max(1, min(16, _TILES_WANTED // tiles))
 
 
 @dataclass(frozen=True)

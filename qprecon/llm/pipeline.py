@@ -21,6 +21,7 @@ from qprecon.llm.gram import collect_grams
 from qprecon.llm.journal import Journal, digest
 from qprecon.llm.loading import choose_device, load_causal_lm, load_tokenizer, model_folder
 from qprecon.llm.masks import get_selector
+from qprecon.llm.masks.given import load_masks
 from qprecon.llm.measure import finished_rows
 from qprecon.llm.memory import with_room
 from qprecon.llm.output import check_output, complete_folder, partial_folder, save_model
@@ -128,8 +129,7 @@ def prune_model(
             else:
                 complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
             if save_masks:
-                views = [layer.view for layers in plan.layers for layer in layers]
-                write_masks(out, views, found.model if found.shards is not None else None)
+                write_masks(out, _stored_masks(found, plan, out))
         report = replace(report, phase_seconds=dict(clock.seconds))
     return report
 
@@ -242,6 +242,14 @@ def _learn_masks(
 ) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
     return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
+
+
+def _stored_masks(found: _Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
+    """Which stored weights are not 0, layer -> bool (N, K); read back where the model was written block by block."""
+    views = [layer.view for layers in plan.layers for layer in layers]
+    if found.shards is None:
+        return {view.name: view.weights_NK() != 0 for view in views}
+    return load_masks(out, names=[view.name for view in views])
 
 
 def _described(pattern: Any) -> Any:

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,8 @@ class Recipe(Mapping[str, Any]):
         return path
 
 
-def command_recipe(path: str | Path | None, given: Mapping[str, Any], also_ignore: Sequence[str] = ()) -> Recipe:
+def command_recipe(path: str | Path | None, given: Mapping[str, Any]) -> Recipe:
     """What `qprecon prune` is to do: the recipe at `path`, if any, with the flags `given` in place of its own.
-
-    `also_ignore`: layer patterns to add to whatever is ignored.
 
     Raises ValueError where model or out is missing, and as `load_recipe` does.
     """
@@ -134,11 +132,7 @@ def command_recipe(path: str | Path | None, given: Mapping[str, Any], also_ignor
     for key in ("model", "out"):
         if key not in recipe:
             raise ValueError(f"{key.upper()} is missing: give it on the command line or as {key!r} in the recipe")
-    arguments = {"calibration": "c4", "device": "auto", **recipe}
-    if also_ignore:
-        own = recipe.get("ignore", [])
-        arguments["ignore"] = [*([own] if isinstance(own, str) else own), *also_ignore]
-    return Recipe(arguments)
+    return Recipe({"calibration": "c4", "device": "auto", **recipe})
 
 
 def load_recipe(path: str | Path) -> Recipe:

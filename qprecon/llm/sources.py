@@ -152,9 +152,9 @@ class DiskBlocks:
                     self._copy(index)
 
     def stop(self) -> None:
-        """End the threads; what they are writing is written."""
-        for thread in (self.reader, self.writer):
-            thread.shutdown(cancel_futures=True)
+        """End the threads; blocks that are finished are still written."""
+        self.reader.shutdown(cancel_futures=True)
+        self.writer.shutdown()
 
     def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
         """Zeros and number of all parameters, tied ones once."""

@@ -202,3 +202,13 @@ def test_a_linear_that_is_never_called_is_refused():
 
 def test_the_wide_product_flag_matches_torch():
     assert gram.WIDE_PRODUCT == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))
+
+
+@pytest.mark.parametrize("rows", [64, 67])
+def test_a_product_in_pieces(monkeypatch, rows):
+    """Split by rows, as a GPU gets it for a small H, the sum is the same, also where the rows do not divide."""
+    monkeypatch.setattr("qprecon.llm.gram.pieces_of", lambda x_TN: 4)
+    x_TN = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0))
+    matrix = Gram(torch.zeros(12, 12))
+    matrix.add(x_TN)
+    torch.testing.assert_close(matrix.hessian_NN, x_TN.T @ x_TN)

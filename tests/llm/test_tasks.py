@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qprecon import cli
-from qprecon.llm.quality import EVALUATION_NAME, Evaluation, _add, evaluate
+from qprecon.llm.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
 from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _names, evaluate_tasks
 
 from .toy_text import toy_llama, toy_tokenizer

@@ -82,9 +82,7 @@ def evaluate(
 
 def _add(path: Path, result: Evaluation) -> None:
     """A measurement under the same conditions replaces the old one; others stay."""
-    saved: dict[str, Any] = {"format": 1, "perplexity": [], "tasks": []}
-    if path.is_file():
-        saved |= json.loads(path.read_text(encoding="utf-8"))
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"format": 1, "perplexity": [], "tasks": []}
     if result.perplexity is not None:
         row = dataclasses.asdict(result.perplexity)
         same = ("text", "seqlen", "bos", "windows")
