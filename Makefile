@@ -1,15 +1,15 @@
-# Two commands on a fresh clone: `make demo` and `make test`. Both build .venv first, once.
+# Two commands on a fresh clone: `make demo` and `make test`. Both build .venv first, once. Also: make lint, make docs.
 #   make demo MODEL=PATH   uses a local model folder instead of the download
 #   make PYTHON=python3.12 setup   takes another interpreter (3.10 or newer) for a new .venv
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.setup-done
-EXTRAS := mpax,osqp,cvxpy,torch,llm,demo,eval,docs,lint,test
+EXTRAS := mpax,osqp,cvxpy,torch,llm,demo,eval,docs,lint,bench,test
 MODEL ?=
 DEMO_JSON ?=
 
-.PHONY: setup test demo
+.PHONY: setup test demo lint docs
 
 setup: $(STAMP)
 
@@ -23,6 +23,14 @@ $(STAMP): pyproject.toml constraints.txt
 # Every extra is installed, so a CPU backend that is missing or cannot be imported is a failure, not a skip.
 test: $(STAMP)
 	QPRECON_REQUIRE_ALL_BACKENDS=1 $(VENV)/bin/python -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m mypy
+
+# Into site/; warnings are errors. `make test` builds them too.
+docs: $(STAMP)
+	$(VENV)/bin/python -m mkdocs build --strict
 
 demo: $(STAMP)
 	$(VENV)/bin/python -m qprecon demo $(if $(MODEL),--model '$(MODEL)') $(if $(DEMO_JSON),--json '$(DEMO_JSON)')

@@ -82,7 +82,7 @@ class Columns:
 
     def unfinished(self, tol: float) -> np.ndarray:
         """Indices of the columns that no limit stopped, whose input is sound, and whose certified gap exceeds ``tol``."""
-        stopped = np.isin(self.status, [Status.INVALID_INPUT, *_LIMITS.values()])
+        stopped = np.isin(self.status, np.array([Status.INVALID_INPUT, *_LIMITS.values()], dtype=object))
         return np.flatnonzero(~stopped & ~(self.relative_gap <= tol))
 
 

@@ -51,7 +51,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
-        "--progress", choices=["bar", "json", "quiet"], help="on stderr: a bar (default), a line of JSON a layer, or nothing"
+        "--progress", choices=["bar", "json", "quiet"], help="on stderr: a bar (default), lines of JSON, or nothing"
     )
     shown.add_argument("--quiet", action="store_true", default=False, help="no progress and no summary")
     return parser

@@ -107,7 +107,8 @@ def run_demo(
     """
     from qprecon.llm.loading import choose_device
 
-    sizes, target, seconds = sizes or Sizes(), choose_device(device), {}
+    sizes, target = sizes or Sizes(), choose_device(device)
+    seconds: dict[str, float] = {}
     with _timed(seconds, "get the model"):
         folder = _model_folder(model, cache)
     perplexities, bos = _prune_and_measure(folder, out, sizes, target, progress, seconds)

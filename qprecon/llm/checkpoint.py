@@ -38,7 +38,7 @@ class Shards:
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.file_of[name], []).append(name)
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for file, own in by_file.items():
             with safe_open(self.folder / file, framework="pt", device="cpu") as shard:
                 tensors |= {name: shard.get_tensor(name) for name in own}
@@ -106,7 +106,7 @@ def stored_names(model: nn.Module, shards: Shards) -> dict[str, str]:
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
-    found = {}
+    found: dict[str, str] = {}
     for names in groups.values():
         stored = [name for name in names if name in shards.file_of]
         if len(stored) == 1:

@@ -92,7 +92,7 @@ def digest(value: Any) -> Any:
     """A value as JSON can hold and compare it; tensors by a hash of their bytes."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{tuple(value.shape)} {value.dtype} sha256 {hashlib.sha256(flat.numpy()).hexdigest()[:16]}"
+        return f"{tuple(value.shape)} {value.dtype} sha256 {hashlib.sha256(flat.numpy().data).hexdigest()[:16]}"
     if isinstance(value, Mapping):
         return {str(key): digest(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

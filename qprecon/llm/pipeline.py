@@ -28,7 +28,7 @@ from qprecon.llm.output import check_output, complete_folder, partial_folder, sa
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
-from qprecon.llm.progress import Step, progress_bar, progress_mode
+from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
 from qprecon.llm.update import Method, grouped, prune_group
@@ -82,7 +82,7 @@ def prune_model(
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
         dtype: of a model given by name; "auto" as stored.
-        progress: on stderr: True or "bar"; False or "quiet"; "json" for one line of JSON a layer.
+        progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
         save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.packed`).
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
             True the same call continues it, with the same weights as an uninterrupted run; False starts over.
@@ -96,7 +96,8 @@ def prune_model(
         OSError: a file that cannot be written; blocks finished before are kept.
     """
     settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
-    clock, notes = Clock(), []
+    clock = Clock()
+    notes: list[str] = []
     with clock("load"):
         progress_mode(progress)
         if out is not None:
@@ -139,7 +140,9 @@ def _prune_blocks(
 ) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
     """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
     rows, dense = list(source.rows), propagate == "dense"
-    step("continuing" if rows else "reading inputs", len(rows))
+    finished = sum(map(bool, plan.layers[: source.finished]))
+    errors = [row.error_stored for row in rows]
+    step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
     if source.finished > plan.last:
         return rows, None
     with evaluation_mode(source.model):
@@ -157,12 +160,14 @@ def _prune_blocks(
                         collect = partial(collect_grams, module, views, inputs, index, keep_outputs=dense)
                         grams = with_room(inputs, notes, block.name, collect)
                 if index >= source.finished:
-                    drafts = [draft for group in grouped(layers, grams, method) for draft in prune_group(group, grams, method)]
+                    drafts = []
+                    for group in grouped(layers, grams, method):
+                        drafts += prune_group(group, grams, method)
+                        step(block.name, len(group), layer=group[-1].view.name)
                     rows += (new := finished_rows(drafts))
                     clock.add_rows(new)
                     source.finish(index, new)
-                    for row in new:
-                        step(block.name, 1, layer=row.name, error=row.error_stored)
+                    step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with clock("propagate"):
                     if dense:
                         inputs.hidden = grams.outputs
@@ -232,7 +237,9 @@ def _open_source(
     return source
 
 
-def _learn_masks(source: MemoryBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _learn_masks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
     return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
 

@@ -65,14 +65,17 @@ def plan_layers(
     """
     blocks = find_blocks(model)
     targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
-    per_target = isinstance(pattern, Mapping)
-    patterns = {key: Pattern.parse(value) for key, value in pattern.items()} if per_target else Pattern.parse(pattern)
+    patterns: Pattern | dict[str, Pattern]
+    if isinstance(pattern, Mapping):
+        patterns = {key: Pattern.parse(value) for key, value in pattern.items()}
+    else:
+        patterns = Pattern.parse(pattern)
     found = [find_linears(block, model=model) for block in blocks]
     names = [view.name for linears in found for view in linears.views]
     left_out = [item for linears in found for item in linears.excluded]
     check_patterns(targets, names, "targets")
     check_patterns(ignore, names + [name for name, _ in left_out] + _other_linears(model), "ignore")
-    if per_target:
+    if isinstance(patterns, dict):
         check_patterns(as_patterns(patterns, "pattern"), names, "pattern")
     layers: list[list[LayerPlan]] = []
     for linears in found:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MODES = ("bar", "json", "quiet")
+CONTINUING = "continuing"  # the stage of a run that takes up an earlier one
 
 
 class Step(Protocol):
-    """`step(stage, advance)`: `advance` units are done since the last call; `layer` and `error` of the newest unit."""
+    """`step(stage, advance)`: `advance` units are done since the last call, the newest of them `layer`.
 
-    def __call__(self, stage: str, advance: int, *, layer: str | None = None, error: float | None = None) -> None: ...
+    blocks: how many blocks are finished since then; errors: the reconstruction errors that are known since then.
+    """
+
+    def __call__(
+        self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = ()
+    ) -> None: ...
 
 
 def progress_mode(progress: bool | str) -> str:
@@ -30,7 +36,7 @@ def progress_mode(progress: bool | str) -> str:
 
 @contextmanager
 def progress_bar(total: int, progress: bool | str, blocks: int | None = None) -> Iterator[Step]:
-    """Yields a `Step`. `total` units of work; `blocks`: how many stages they belong to, where that is worth a word."""
+    """Yields a `Step`. `total` units of work; `blocks`: how many blocks there are, where that is worth a word."""
     mode = progress_mode(progress)
     state = _State(total, blocks)
     if mode == "json":
@@ -49,28 +55,24 @@ class _State:
     total: int
     blocks: int | None
     done: int = 0
-    stage: str = ""
-    finished_stages: int = 0
+    fresh: int = 0  # done in this process: units that an earlier run did tell nothing of the time left
+    blocks_done: int = 0
     errors: list[float] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
-    stage_has_work: bool = False
 
-    def took(self, stage: str, advance: int, *, layer: str | None = None, error: float | None = None) -> dict[str, Any]:
+    def took(
+        self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = ()
+    ) -> dict[str, Any]:
         """Count a step; -> the facts, ready for a line of JSON."""
-        if stage != self.stage:
-            # Stages without units, such as reading the inputs, are no blocks.
-            self.finished_stages += self.stage_has_work
-            self.stage, self.stage_has_work = stage, False
         self.done += advance
-        self.stage_has_work |= advance > 0
-        if error is not None:
-            self.errors.append(error)
+        self.fresh += advance if stage != CONTINUING else 0
+        self.blocks_done += blocks
+        self.errors += errors
         seconds = time.monotonic() - self.started
-        left = seconds / self.done * (self.total - self.done) if self.done else None
+        left = seconds / self.fresh * (self.total - self.done) if self.fresh else None
         facts = {"stage": stage, "layer": layer, "done": self.done, "total": self.total}
         if self.blocks is not None:
-            finished = self.finished_stages + (self.done == self.total and self.stage_has_work)
-            facts |= {"blocks_done": finished, "blocks": self.blocks}
+            facts |= {"blocks_done": self.blocks_done, "blocks": self.blocks}
         facts |= {"seconds": round(seconds, 3), "seconds_left": None if left is None else round(left, 3)}
         facts["mean_error"] = sum(self.errors) / len(self.errors) if self.errors else None
         facts["gpu_gib"] = _gpu_gib()

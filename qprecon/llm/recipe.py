@@ -88,11 +88,18 @@ class Recipe(Mapping[str, Any]):
         return len(self._arguments)
 
     def overridden(self, arguments: Mapping[str, Any]) -> Recipe:
-        """This recipe with `arguments` in place of its own; a new sparsity or pattern replaces both."""
-        kept = dict(self._arguments)
+        """This recipe with `arguments` in place of its own.
+
+        A new sparsity or pattern replaces both; options of a mask are added to those of the same mask.
+        """
+        kept, arguments = dict(self._arguments), dict(arguments)
+        if "mask" in arguments:
+            kept.pop("mask_options", None)
+        elif "mask_options" in arguments:
+            arguments["mask_options"] = {**kept.get("mask_options", {}), **arguments["mask_options"]}
         if {"sparsity", "pattern"} & set(arguments):
             kept.pop("sparsity", None), kept.pop("pattern", None)
-        return Recipe(kept | dict(arguments))
+        return Recipe(kept | arguments)
 
     def effective(self) -> Recipe:
         """This recipe with prune_model's defaults written out, so that it stays the same when those change."""

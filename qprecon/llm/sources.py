@@ -239,8 +239,8 @@ def _own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator
 
 def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
-        module, _, own = name.rpartition(".")
-        module = model.get_submodule(module)
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
         if own in module._parameters:
             module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
         else:

@@ -33,6 +33,17 @@ def test_packed_masks_are_the_zeros_and_can_be_given_back(tmp_path, family):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "llama-tied"])
+def test_a_model_that_is_never_in_memory_has_the_same_masks(tmp_path, family):
+    build(family).save_pretrained(tmp_path / "dense")
+    report = prune_model(tmp_path / "dense", tokens(2), out=tmp_path / "out", update="none", progress=False, save_masks=True)
+    assert report.settings["streamed"]
+    model = build(family)
+    prune_model(model, tokens(2), out=tmp_path / "memory", update="none", progress=False, save_masks=True)
+    streamed, expected = load_masks(tmp_path / "out" / MASKS_NAME), load_masks(tmp_path / "memory" / MASKS_NAME)
+    assert list(streamed) == list(expected) and all(torch.equal(streamed[name], expected[name]) for name in expected)
+
+
 def test_masks_are_written_only_where_asked_for(tmp_path):
     prune_model(build("llama"), tokens(2), out=tmp_path / "out", update="none", progress=False)
     assert not (tmp_path / "out" / MASKS_NAME).exists()

@@ -92,6 +92,9 @@ def test_flags_go_before_the_recipe(tmp_path):
         model="M", out="O", sparsity=0.7, seed=4, calibration="c4", device="auto"
     )
     assert command_recipe(path, {"pattern": "4:8"})["pattern"] == "4:8"
+    options = Recipe({"mask": "thanos", "mask_options": {"a": 1, "b": 2}})
+    assert options.overridden({"mask_options": {"b": 3}})["mask_options"] == {"a": 1, "b": 3}
+    assert "mask_options" not in options.overridden({"mask": "wanda"})  # options of another mask
     with pytest.raises(ValueError, match="MODEL is missing"):
         command_recipe(None, {})
 

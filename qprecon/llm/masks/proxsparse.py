@@ -54,7 +54,7 @@ def learn_masks(
         raise ValueError("batches is empty: proxsparse learns from at least one batch of tokens")
     linears = _default_linears(model) if linears is None else linears
     for name, module in linears.items():
-        PATTERN.check(_as_NK(module, module.weight).shape[0], name)
+        PATTERN.check(_as_NK(module, module.get_parameter("weight")).shape[0], name)
     home = next(model.parameters()).device
     try:
         _move(model, device)
@@ -138,7 +138,7 @@ class _Trained:
         self.was_training = self.model.training
         self.required = [(p, p.requires_grad, p.grad) for p in self.model.parameters()]
         self.model.eval().requires_grad_(False)  # no dropout: the same data give the same masks
-        self.parameters = [module.weight for module in self.owners.values()]
+        self.parameters = [module.get_parameter("weight") for module in self.owners.values()]
         self.originals = [parameter.data for parameter in self.parameters]
         self.masters = []
         for parameter in self.parameters:
