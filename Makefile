@@ -20,9 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
-# Every extra is installed, so a CPU backend that is missing or cannot be imported is a failure, not a skip.
+# Every extra is installed, so a CPU backend that is missing or cannot be imported is a failure, not a skip. One BLAS thread for each of
+# two processes: the tests are many and small.
 test: $(STAMP)
-	QPRECON_REQUIRE_ALL_BACKENDS=1 $(VENV)/bin/python -m pytest
+	QPRECON_REQUIRE_ALL_BACKENDS=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m ruff check .

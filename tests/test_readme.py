@@ -1,0 +1,24 @@
+"""The README's numbers are those of the committed results."""
+
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_the_tables_are_those_of_the_results():
+    """`python benchmarks/readme.py` rewrites them."""
+    assert subprocess.run([sys.executable, ROOT / "benchmarks" / "readme.py", "--check"]).returncode == 0
+
+
+def test_the_check_sees_a_changed_number(tmp_path):
+    """A README with another number in a table fails."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "results").symlink_to(ROOT / "benchmarks" / "results")
+    script = tmp_path / "benchmarks" / "readme.py"
+    script.write_text((ROOT / "benchmarks" / "readme.py").read_text())
+    text = (ROOT / "README.md").read_text()
+    start = text.index("<!-- begin: quality -->")
+    (tmp_path / "README.md").write_text(text[:start] + text[start:].replace("36.27", "1.23", 1))
+    assert subprocess.run([sys.executable, script, "--check"]).returncode == 1
