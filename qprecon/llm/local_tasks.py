@@ -6,14 +6,14 @@ the requests are the same strings. The tests hold them to the configurations tha
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from qprecon.llm.texts import json_rows
 
 Row = dict[str, Any]
 
@@ -65,19 +65,11 @@ def _find(name: str, task: LocalTask, folder: Path) -> Path:
 
 def _read(path: Path, task: LocalTask) -> list[Row]:
     rows = []
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-            missing = [field for field in task.fields if not isinstance(row, dict) or field not in row]
-            if missing:
-                raise ValueError(f"{path}, line {number}: the row lacks {', '.join(missing)}")
-            rows.append(row)
+    for number, row in json_rows(path):
+        missing = [field for field in task.fields if not isinstance(row, dict) or field not in row]
+        if missing:
+            raise ValueError(f"{path}, line {number}: the row lacks {', '.join(missing)}")
+        rows.append(row)
     if not rows:
         raise ValueError(f"{path} holds no items")
     return rows

@@ -16,8 +16,8 @@ from qprecon.llm.report import LayerRow
 
 if TYPE_CHECKING:
     import qprecon
+    from qprecon.llm.method import Method
     from qprecon.llm.plan import LayerPlan
-    from qprecon.llm.update import Method
 
 _PANEL = 8192  # columns whose products exist at a time
 

@@ -24,6 +24,7 @@ from qprecon.llm.masks import get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.measure import finished_rows
 from qprecon.llm.memory import with_room
+from qprecon.llm.method import Method
 from qprecon.llm.output import check_output, complete_folder, partial_folder, save_model
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
@@ -31,7 +32,7 @@ from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layer
 from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
-from qprecon.llm.update import Method, grouped, prune_group
+from qprecon.llm.update import grouped, prune_group
 
 
 def prune_model(

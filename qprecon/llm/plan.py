@@ -16,9 +16,9 @@ from qprecon.llm.calibration import calibration_windows
 from qprecon.llm.linears import LinearView, find_linears
 from qprecon.llm.masks import LayerData, get_selector
 from qprecon.llm.masks.given import load_masks
+from qprecon.llm.method import UPDATES, Method
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.targets import as_patterns, check_patterns, matches
-from qprecon.llm.update import UPDATES, Method
 
 PROPAGATE = ("pruned", "dense")
 

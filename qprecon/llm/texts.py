@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Documents streamed from a hub data set. C4 documents average about 500 tokens, so 4,096 of them hold some 2 M tokens:
 # eight times what the default of 128 windows of 2,048 tokens needs.
@@ -106,18 +107,23 @@ def _file_texts(path: Path) -> list[str]:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def _jsonl_texts(path: Path) -> Iterator[str]:
+def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a .jsonl(.gz) file with their line numbers; ValueError, naming the line, for what is not JSON."""
     with _open_text(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                yield number, json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                raise ValueError(f'{path}, line {number}: no "text" string in the row')
-            yield row["text"]
+
+
+def _jsonl_texts(path: Path) -> Iterator[str]:
+    for number, row in json_rows(path):
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise ValueError(f'{path}, line {number}: no "text" string in the row')
+        yield row["text"]
 
 
 def _hub_texts(name: str, documents: int) -> list[str]:

@@ -7,8 +7,7 @@ as columns, so that what depends on H only (its factor, the preconditioner's ske
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,27 +17,11 @@ from qprecon.llm.gram import BlockGrams
 from qprecon.llm.linears import LinearView
 from qprecon.llm.masks import LayerData, Selection, get_selector
 from qprecon.llm.measure import Draft, Seconds, draft_rows
+from qprecon.llm.method import Method
 from qprecon.llm.patterns import Pattern
 
 if TYPE_CHECKING:
     from qprecon.llm.plan import LayerPlan
-
-UPDATES = ("optimal", "none", "own", "adam")
-
-
-@dataclass(frozen=True)
-class Method:
-    """How layers are pruned: the mask selector and the weight update, with their options."""
-
-    mask: str = "wanda"
-    update: str = "optimal"
-    backend: str = "auto"
-    damping: float = 0.01
-    tol: float = 1e-4
-    mask_options: Mapping[str, Any] = field(default_factory=dict)
-    solve_options: Mapping[str, Any] = field(default_factory=dict)
-    learned_masks: Mapping[str, torch.Tensor] | None = None
-
 
 def grouped(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[list[LayerPlan]]:
     """`layers` in groups that are solved together: those that share H if the update is "optimal", else one by one."""
