@@ -196,6 +196,8 @@ class _State:
     def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
         xp = namespace(chunk.residual_NK)
         r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
+        if xp is not np:
+            r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
         scalars = Scalars.zeros(r_NK)
         p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
         return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)

@@ -1,0 +1,78 @@
+"""What only a GPU shows of the core: fused kernels, bfloat16 products, transposed views, chunks, float64."""
+
+import numpy as np
+import pytest
+import torch
+
+import qprecon
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def _problem(n: int = 384, k: int = 200, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3 * n, n, generator=generator) * torch.exp(0.5 * torch.randn(n, generator=generator))
+    x[:, 5] *= 20.0
+    w_NK = torch.randn(n, k, generator=generator)
+    return x.T @ x, w_NK, torch.rand(n, k, generator=generator) > 0.5
+
+
+def _same_optimum(solution, h_NN, w_NK, mask_NK, **more):
+    """Certified, on the device, and no worse than the float64 optimum by more than the certificate says."""
+    assert solution.optimal.all()
+    assert solution.weights.is_cuda
+    reference = qprecon.solve(h_NN.double(), w_NK.double(), mask_NK, "cholesky", damping=0.01, tol=1e-9, **more)
+    excess_K = solution.objective / reference.objective - 1.0
+    assert (excess_K < 1e-4).all()
+    np.testing.assert_array_less(solution.objective - reference.objective, solution.gap_bound + 1e-9 * reference.objective)
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 200])
+def test_pcg_at_odd_widths(width):
+    h_NN, w_NK, mask_NK = _problem(k=width)
+    solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01)
+    assert solution.provenance.automatic["precision"] == "bf16"
+    _same_optimum(solution, h_NN, w_NK, mask_NK)
+
+
+def test_pcg_of_transposed_views():
+    """Linear.weight.T is no C-ordered array; the kernels take only those."""
+    h_NN, w_NK, mask_NK = _problem()
+    w_KN, mask_KN = w_NK.T.contiguous().cuda(), mask_NK.T.contiguous().cuda()
+    _same_optimum(qprecon.solve(h_NN.cuda(), w_KN.T, mask_KN.T, "pcg", damping=0.01), h_NN, w_NK, mask_NK)
+
+
+@pytest.mark.parametrize("batch_size", [1, 33, 128])
+def test_pcg_in_chunks(batch_size):
+    h_NN, w_NK, mask_NK = _problem(k=130)
+    solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, batch_size=batch_size)
+    _same_optimum(solution, h_NN, w_NK, mask_NK)
+
+
+@pytest.mark.parametrize("backend", ["pcg", "cholesky", "admm"])
+def test_float64(backend):
+    h_NN, w_NK, mask_NK = _problem(n=200, k=40)
+    solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), backend, damping=0.01, tol=1e-7)
+    assert solution.weights.dtype == torch.float64
+    _same_optimum(solution, h_NN, w_NK, mask_NK)
+
+
+def test_an_explicit_rhs_and_a_bad_column():
+    h_NN, w_NK, mask_NK = _problem()
+    rhs_NK = h_NN @ (w_NK + 0.1 * torch.randn(w_NK.shape, generator=torch.Generator().manual_seed(1)))
+    w_NK[3, 11] = float("nan")
+    solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), rhs=rhs_NK.cuda(), damping=0.01)
+    sound = np.arange(200) != 11
+    assert solution.optimal[sound].all() and not solution.optimal[11]
+
+
+def test_bounds():
+    h_NN, w_NK, mask_NK = _problem(n=200, k=40)
+    solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "admm", damping=0.01, lower=-0.5, upper=0.5)
+    assert solution.optimal.all() and float(solution.weights.abs().max()) <= 0.5
+
+
+def test_the_same_call_gives_the_same_bits():
+    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem())
+    first, second = (qprecon.solve(h_NN, w_NK, mask_NK, damping=0.01).weights for _ in range(2))
+    assert torch.equal(first, second)
