@@ -166,11 +166,14 @@ def _audit_piece(
     rho_out_NK[...] = rho_NK
     free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
     gap_K = price_K + (_quadratic_term(problem, cert, free_NK, back_NK, mask_NK) if certify else np.inf)
+    xp = namespace(objective_K)
     if g_NK is None and cert.semidefinite:
-        xp = namespace(objective_K)
         objective_K = xp.maximum(objective_K, xp.zeros_like(objective_K))
         gap_K = xp.where(gap_K < objective_K, gap_K, objective_K)  # f* ≥ 0, also where there is no certificate (NaN)
-    figures = (objective_K, gap_K, _largest_scaled(free_NK, cert), _violation(problem, new_NK, mask_NK, columns))
+    stationarity_K = _largest_scaled(free_NK, cert)
+    lost_K = _underflown(stationarity_K) | _underflown(_largest_energy(back_NK, cert))
+    gap_K = xp.where(lost_K, xp.full_like(gap_K, np.inf), gap_K)
+    figures = (objective_K, gap_K, stationarity_K, _violation(problem, new_NK, mask_NK, columns))
     return tuple(to_numpy(figure) for figure in figures)
 
 
@@ -270,6 +273,18 @@ def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
     if free_NK.shape[0] == 0:
         return free_NK.sum(0)
     return xp.amax(abs(free_NK) / scale_N[:, None], 0)
+
+
+def _largest_energy(back_NK: Array, cert: Certificate) -> Array:
+    """max over all entries of |Δ_i| · √A_ii, (K,): the square root of an objective."""
+    if back_NK.shape[0] == 0:
+        return back_NK.sum(0)
+    return namespace(back_NK).amax(abs(back_NK) * (cert.diagonal_N**0.5)[:, None], 0)
+
+
+def _underflown(root_K: Array) -> Array:
+    """Where a quantity is not zero but its square leaves float64's range: an objective of 0 then proves nothing."""
+    return (root_K > 0) & (root_K < 1e-150)
 
 
 def _violation(problem: ColumnQP, new_NK: Array, mask_NK: Array, columns: Any) -> Array:

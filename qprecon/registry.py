@@ -157,6 +157,8 @@ class Loaded:
         return dataclasses.replace(self.record.capabilities, **{name: value for name, value in own.items() if value is not None})
 
 
+# The arguments of ``solve`` itself, which a misspelt option may have meant.
+_COMMON = ("rhs", "lower", "upper", "damping", "tol", "max_iterations", "time_limit", "warm_start", "batch_size", "dtype")
 _CORE = ("numpy", "torch")
 BUILT_IN = (
     Backend(
@@ -296,8 +298,8 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
     fields = [f.name for f in dataclasses.fields(kind)] if kind else []
     for name in options:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = difflib.get_close_matches(name, [*fields, *_COMMON], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"backend {record.name!r} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
     return Loaded(record, module.prepare, kind(**options) if kind else None, per_column)

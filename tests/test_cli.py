@@ -295,3 +295,11 @@ def test_torch_is_not_left_in_another_state(folder, capsys):
     before = torch.random.get_rng_state()
     cli.main(["eval", str(folder / "model"), "--text", str(folder / "calib.txt"), "--seqlen", "64", "--quiet"])
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_solve_does_not_overwrite_its_problem(tmp_path, capsys):
+    path = tmp_path / "p.npz"
+    np.savez(path, H=np.eye(3), W=np.ones((3, 2)), mask=np.ones((3, 2)))
+    before = path.read_bytes()
+    assert cli.main(["solve", str(path), "-o", str(path)]) == 2
+    assert "overwrite" in capsys.readouterr().err and path.read_bytes() == before

@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Solve, save and print the outcome."""
     import qprecon
 
+    if Path(arguments.out).resolve() == Path(arguments.problem).resolve():
+        raise ValueError(f"-o {arguments.out} is the problem itself, which it would overwrite; choose another name")
     problem = _read(Path(arguments.problem))
     solution = qprecon.solve(
         **problem,

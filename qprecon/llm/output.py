@@ -17,6 +17,11 @@ from qprecon.llm.journal import PROGRESS
 from qprecon.llm.report import PruneReport
 
 REPORT_NAME = "qprecon_report.json"
+# What a replaced folder may lose: weights, configurations, tokenizers, and what qprecon adds.
+_OURS = (
+    "*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md", "recipe.yaml", "masks.npz",
+    "report.html",
+)  # fmt: skip
 
 
 def check_output(out: str | Path) -> Path:
@@ -29,13 +34,24 @@ def check_output(out: str | Path) -> Path:
         raise FileExistsError(f"output {out} is a file, not a folder")
     if out.is_dir() and any(out.iterdir()) and not (out / REPORT_NAME).is_file():
         raise FileExistsError(f"output folder {out} holds something else (no {REPORT_NAME}); choose another or empty it")
+    if out.is_dir():
+        foreign = sorted(entry.name for entry in out.iterdir() if not _ours(entry))
+        if foreign:
+            raise FileExistsError(
+                f"output folder {out} holds {foreign[0]}, which qprecon did not write; choose another folder or move that file"
+            )
     return out
+
+
+def _ours(entry: Path) -> bool:
+    """Whether a file of an earlier run's folder is of a kind that a run, an evaluation or a report writes there."""
+    return entry.is_file() and any(entry.match(pattern) for pattern in _OURS)
 
 
 def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None) -> Path:
     """Write model, tokenizer, generation config, report and model card to `out`; the folder appears complete or not at all.
 
-    A folder that an earlier run wrote is replaced. Raises FileExistsError as `check_output` does.
+    A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
     """
     out = check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ def prune_model(
         backend, damping, tol, solve_options: as in `qprecon.solve`.
         targets, ignore: names, globs or `re:` expressions of layers to prune or to leave (see `qprecon.llm.targets`).
         propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
-        out: a folder for the pruned model and its report; absent, empty or written by qprecon before.
+        out: a folder for the pruned model and its report; absent, empty or written by qprecon before, which is then replaced.
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
         dtype: of a model given by name; "auto" as stored.
@@ -196,6 +196,8 @@ def _resolve_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, 
             raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
         if Path(model).expanduser().resolve() == Path(out).expanduser().resolve():
             raise ValueError(f"out is the model's own folder, {out}; choose another")
+        if Path(model).expanduser().resolve() in Path(out).expanduser().resolve().parents and Path(model).is_dir():
+            raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
         try:
             if get_selector(mask).model_level:
                 raise NotStreamable(f"mask {mask!r} is learned on the whole model")
@@ -264,6 +266,9 @@ def _report(
 ) -> PruneReport:
     zeros, total = source.zeros(rows)
     idle = [row.name for row in rows if row.tokens == 0]
+    emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
+    if emptied:
+        notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
     if idle:
         notes = [*notes, f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude"]
     return PruneReport(

@@ -235,3 +235,17 @@ def test_stationarity_is_relative_to_the_start_beside_finished_columns() -> None
     ordinary_K = [0, 2, 3, 5]
     np.testing.assert_allclose(solution.stationarity[ordinary_K], residual_K[ordinary_K] / np.sqrt(energy_K[ordinary_K]), rtol=1e-4)
     np.testing.assert_allclose(solution.baseline_objective, energy_K, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["pcg", "cholesky"])
+@pytest.mark.parametrize("scale", [1e-165, 1e-300])
+def test_underflow_is_never_certified(backend, scale):
+    """An objective that is 0 only because its terms leave float64's range is no proof; 1e-100 still is well inside."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 48))
+    w_NK = rng.standard_normal((48, 20))
+    mask_NK = rng.random((48, 20)) > 0.5
+    assert not qprecon.solve(x.T @ x, w_NK * scale, mask_NK, backend).optimal.any()
+    rhs_NK = rng.standard_normal((48, 20)) * scale
+    assert not qprecon.solve(x.T @ x, np.zeros((48, 20)), mask_NK, backend, rhs=rhs_NK).optimal.any()
+    assert qprecon.solve(x.T @ x, w_NK * 1e-100, mask_NK, backend).optimal.all()

@@ -52,10 +52,10 @@ def test_a_folder_that_holds_something_else_is_refused_first(tmp_path):
 def test_an_empty_folder_and_an_earlier_output_are_used(tmp_path):
     (tmp_path / "out").mkdir()
     prune(build("llama"), tmp_path / "out")
-    (tmp_path / "out" / "stale.bin").write_text("of the earlier run")
+    (tmp_path / "out" / "stale.safetensors").write_text("of the earlier run")
     prune(build("llama"), tmp_path / "out", sparsity=0.25)
     assert json.loads((tmp_path / "out" / "qprecon_report.json").read_text())["settings"]["pattern"] == "25%"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "stale.bin").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out" / "stale.safetensors").exists()
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
@@ -81,3 +81,26 @@ def test_a_model_by_path(tmp_path):
     assert again.dtype == torch.bfloat16 and report.settings["model"] == str(tmp_path / "dense")
     assert (again.model.layers[0].mlp.up_proj.weight == 0).float().mean() == 0.5
     assert (again.model.layers[1].mlp.up_proj.weight == 0).float().mean() < 0.1
+
+
+def test_a_strangers_file_in_an_earlier_output_is_kept(tmp_path):
+    """A folder of ours is replaced only while all that it holds is ours."""
+    out = tmp_path / "out"
+    prune(build("llama"), out)
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"thesis\.txt"):
+        prune(build("llama"), out)
+    assert (out / "thesis.txt").read_text() == "years of work"
+    (out / "thesis.txt").unlink()
+    prune(build("llama"), out)
+
+
+def test_out_inside_the_models_folder_is_refused(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="inside the model's own folder"):
+        prune(tmp_path / "model", tmp_path / "model" / "pruned")
+
+
+def test_a_layer_without_weights_is_a_warning(tmp_path):
+    report = prune(build("llama"), tmp_path / "out", pattern="100%")
+    assert any("no weight left" in warning for warning in report.warnings)
