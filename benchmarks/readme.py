@@ -69,6 +69,23 @@ def layers() -> str:
     return table(["method", *problems], body) + "\n\n" + note
 
 
+def cpu() -> str:
+    """One real layer on a CPU, against a loop of Cholesky factors."""
+    rows = load("cpu_layer")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    by = {(row["problem"], row["method"]): row for row in rows}
+
+    def cell(problem: str, method: str) -> str:
+        row = by[problem, method]
+        faster = f" ({row['faster_than_loop']:.1f}×)" if "faster_than_loop" in row else ""
+        return f"{row['seconds']:.2f} s{faster}"
+
+    body = [[method, *(cell(problem, method) for problem in problems)] for method in methods]
+    note = f"{rows[0]['device']}, {rows[0]['threads']} threads, {rows[0]['date']}; certified to 1e-4, the loop timed on some columns."
+    return table(["method", *problems], body) + "\n\n" + note
+
+
 def models() -> str:
     """Whole models, disk to disk."""
     rows = {row["model"]: row for row in load("end_to_end_h100")}  # the last run of each
@@ -109,7 +126,7 @@ def demo() -> str:
     return table(["weights", "perplexity", "pruning", "evaluation"], body) + "\n\n" + note
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "quality": quality, "layers": layers, "models": models}
+SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "quality": quality, "layers": layers, "cpu": cpu, "models": models}
 
 
 def filled(text: str) -> str:

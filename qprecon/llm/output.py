@@ -51,7 +51,8 @@ def _ours(entry: Path) -> bool:
 def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None) -> Path:
     """Write model, tokenizer, generation config, report and model card to `out`; the folder appears complete or not at all.
 
-    A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
+    A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output`
+    does.
     """
     out = check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
