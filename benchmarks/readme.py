@@ -82,7 +82,7 @@ def cpu() -> str:
         return f"{row['seconds']:.2f} s{faster}"
 
     body = [[method, *(cell(problem, method) for problem in problems)] for method in methods]
-    note = f"{rows[0]['device']}, {rows[0]['threads']} threads, {rows[0]['date']}; certified to 1e-4, the loop timed on some columns."
+    note = f"{rows[0]['device']}, {rows[0]['threads']} threads, {rows[0]['date']}; certified to 1e-4, the loop timed on part."
     return table(["method", *problems], body) + "\n\n" + note
 
 

@@ -37,7 +37,7 @@ class Journal:
         if known is not None and (differing := _differences(known, fingerprint)):
             raise ValueError(
                 f"an unfinished run in {folder} cannot be continued, it was started with other settings: {'; '.join(differing)}. "
-                "Repeat its settings, or start over with resume=False"
+                "Repeat its settings, or start over with resume=False (--no-resume)"
             )
         journal.progress.mkdir(parents=True, exist_ok=True)
         if known is None:

@@ -138,7 +138,7 @@ def with_given_masks(method: Method, plan: Plan) -> Method:
         return method
     options = dict(method.mask_options)
     if "masks" not in options:
-        raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder}")
+        raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
     views = [layer.view for layers in plan.layers for layer in layers]
     masks = load_masks(options.pop("masks"), names=[view.name for view in views], **options)
     for view in views:
