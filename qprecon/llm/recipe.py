@@ -131,7 +131,10 @@ def command_recipe(path: str | Path | None, given: Mapping[str, Any]) -> Recipe:
     recipe = (load_recipe(path) if path is not None else Recipe({})).overridden(given)
     for key in ("model", "out"):
         if key not in recipe:
-            raise ValueError(f"{key.upper()} is missing: give it on the command line or as {key!r} in the recipe")
+            raise ValueError(
+                f"{key.upper()} is missing: give it on the command line, before --targets and --ignore, which take all names that "
+                f"follow them, or as {key!r} in the recipe"
+            )
     return Recipe({"calibration": "c4", "device": "auto", **recipe})
 
 
