@@ -117,8 +117,7 @@ class _Work:
         with np.errstate(invalid="ignore"):
             better_K = np.isfinite(fresh.objective) & (fresh.objective <= self.figures.objective[local])
         self._replace(setup, local, better_K, answer_NK, fresh)
-        self.fell_back[local] |= first & ~better_K
-        self.fell_back[local] &= ~better_K
+        self.fell_back[local] = (self.fell_back[local] | first) & ~better_K
         self.certified[local] |= better_K
 
     def certify_starts(self, setup: Setup, tol: float) -> None:
@@ -332,11 +331,6 @@ def _merge_extras(total: dict[str, Any], extras: dict[str, Any]) -> None:
             total[key] += value
         else:
             total[key] = value
-
-
-def _mark(reported: np.ndarray, local: np.ndarray, word: str) -> bool:
-    reported[local] = word
-    return True
 
 
 def _lap(setup: Setup, since: float, out: Columns, field_name: str) -> float:

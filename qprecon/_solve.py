@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from . import _columns, automatic, registry
+from ._chunks import out_of_memory
 from .audit import Certificate, certificate
 from .errors import BackendBrokenError, UnsupportedError
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
@@ -116,10 +117,10 @@ def _set_up(
     system = registry.System(to_library(scaling.hessian(damped_NN), library), ridge)
     try:
         solve_chunk = loaded.prepare(system, loaded.options)
-    except (ValueError, MemoryError):
+    except ValueError:
         raise
     except Exception as error:
-        if "out of memory" in str(error).lower():
+        if out_of_memory(error):
             raise
         raise BackendBrokenError(f"backend {loaded.record.name!r} failed to set up: {error!r}") from error
     return _columns.Setup(problem, loaded, cert, scaling, solve_chunk, dtype, library)

@@ -97,19 +97,22 @@ class ColumnQP:
         return add_to_diagonal(cast(self.hessian_NN, dtype), self.ridge)
 
     def damped_product(self, x_NK: Array) -> Array:
-        """A·x in float64 for a float64 x; H is widened by panels of rows, so that no float64 copy of it is kept."""
+        """A·x in float64 for a float64 x."""
+        return self._product(x_NK) + self.ridge * x_NK
+
+    def _product(self, x_NK: Array) -> Array:
+        """H·x in float64; H is widened by panels of rows, so that no float64 copy of it is kept."""
         out_NK = namespace(x_NK).empty_like(x_NK)
         for first in range(0, self.n_inputs, _PANEL):
             rows = slice(first, min(first + _PANEL, self.n_inputs))
             out_NK[rows] = cast(self.hessian_NN[rows], "float64") @ x_NK
-        return out_NK + self.ridge * x_NK
+        return out_NK
 
     def linear(self, dtype: str, columns: Any = slice(None)) -> Array | None:
         """g = rhs − Hw of the chosen columns, formed in float64; None for the default rhs."""
         if self.rhs_NK is None:
             return None
-        hessian = cast(self.hessian_NN, "float64")
-        g_NK = cast(self.rhs_NK[:, columns], "float64") - hessian @ cast(self.weights_NK[:, columns], "float64")
+        g_NK = cast(self.rhs_NK[:, columns], "float64") - self._product(cast(self.weights_NK[:, columns], "float64"))
         return cast(g_NK, dtype)
 
     def invalid_columns(self) -> np.ndarray:

@@ -10,19 +10,9 @@ from qprecon.llm.masks import LayerData, get_selector, sparsegpt, thanos
 from qprecon.llm.patterns import Pattern
 from tests.fixtures import golden
 
+from .random_layers import damped, random_layer
+
 BLOCKS = {"": 128, "main": 512, "snap": 128, "b16": 16}
-
-
-def random_layer(n, k, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(n, n, generator=generator) / n**0.5
-    x = torch.randn(4 * n, n, generator=generator) @ mix
-    return LayerData("layer", torch.randn(n, k, generator=generator), x.T @ x, 4 * n)
-
-
-def damped(data):
-    h = data.hessian_NN.double().numpy()
-    return h + 0.01 * np.diag(h).mean() * np.eye(len(h))
 
 
 def lowest_of_groups(score_BK, n_pruned, m):
