@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..interop import Array, cast, dtype_name, kind_of, namespace
+from ._factor import Factor
 
 _OVERSAMPLING = 8
 _INNER_BYTES = 2.0**28
+_SLAB = 2.0**26  # entries
 _LEAK = 1e3
 """Share of |F_i|² added to the diagonal, in units of the dtype's epsilon. An input that the low rank captures wholly would leave
 D_i = λ beside |F_i|² ≫ λ, and D⁻¹r − D⁻¹F(…) would cancel all digits of float32: C⁻¹ is then no longer positive. At 1e3 the
@@ -39,20 +41,20 @@ class Preconditioner:
     """C_II⁻¹ of some columns, as an operator on masked residuals."""
 
     inverse_diagonal_N1: Array
-    scaled_factor_Nr: Array | None  # D⁻¹F
+    scaled: Factor | None  # D⁻¹F
     inner_Krr: Array | None  # K_j
 
     def correction(self, residual_NK: Array) -> Array | None:
         """w with C_II⁻¹r = D⁻¹r − w on kept entries; ``residual_NK`` is zero on pruned ones."""
-        if self.scaled_factor_Nr is None:
+        if self.scaled is None:
             return None
-        v_Kr1 = (residual_NK.T @ self.scaled_factor_Nr)[:, :, None]
-        return self.scaled_factor_Nr @ (self.inner_Krr @ v_Kr1)[:, :, 0].T
+        v_Kr1 = self.scaled.project(residual_NK).T[:, :, None]
+        return self.scaled.expand((self.inner_Krr @ v_Kr1)[:, :, 0].T)
 
     def take(self, index: Array) -> Preconditioner:
         """Of some of the columns."""
         inner_Krr = None if self.inner_Krr is None else self.inner_Krr[index]
-        return Preconditioner(self.inverse_diagonal_N1, self.scaled_factor_Nr, inner_Krr)
+        return Preconditioner(self.inverse_diagonal_N1, self.scaled, inner_Krr)
 
 
 def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
@@ -89,19 +91,18 @@ def jacobi(hessian_NN: Array) -> Preconditioner:
     return Preconditioner(inverse_N[:, None], None, None)
 
 
-def for_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:
-    """The preconditioner of columns with these masks, (N, K) bool."""
+def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor] = Factor) -> Preconditioner:
+    """The preconditioner of columns with these masks, (N, K) bool; ``factor`` makes the products with D⁻¹F."""
     inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
     root_Nr = shared.factor_Nr * inverse_N1**0.5
-    return Preconditioner(inverse_N1, shared.factor_Nr * inverse_N1, _inner(root_Nr, mask_NK))
+    return Preconditioner(inverse_N1, factor(shared.factor_Nr * inverse_N1), _inner(root_Nr, mask_NK))
 
 
 def _inner(root_Nr: Array, mask_NK: Array) -> Array:
     """K_j = (I + G_IᵀG_I)⁻¹ for every column, (K, r, r)."""
     xp, rank, k = namespace(root_Nr), root_Nr.shape[1], mask_NK.shape[1]
     rows, cols = np.triu_indices(rank)
-    products = root_Nr[:, rows] * root_Nr[:, cols]  # (N, r(r+1)/2): half, by symmetry
-    half = _mask_product(mask_NK, products)
+    half = _pair_products(root_Nr, rows, cols, mask_NK)  # (K, r(r+1)/2): half, by symmetry
     place = np.zeros((rank, rank), dtype=np.int64)
     place[rows, cols] = place[cols, rows] = np.arange(len(rows))
     index = place.reshape(-1)
@@ -113,6 +114,16 @@ def _inner(root_Nr: Array, mask_NK: Array) -> Array:
         part = slice(first, min(first + some, k))
         inner_Krr[part] = _inverse_plus_identity(half[part][:, index].reshape(-1, rank, rank))
     return inner_Krr
+
+
+def _pair_products(root_Nr: Array, rows: np.ndarray, cols: np.ndarray, mask_NK: Array) -> Array:
+    """The entries (rows, cols) of G_IᵀG_I for every column, (K, pairs); a slab at a time, as the N×pairs products are large."""
+    step = max(1, int(_SLAB // max(root_Nr.shape[0], 1)))
+    xp, parts = namespace(root_Nr), []
+    for first in range(0, len(rows), step):
+        part = slice(first, first + step)
+        parts.append(_mask_product(mask_NK, root_Nr[:, rows[part]] * root_Nr[:, cols[part]]))
+    return parts[0] if len(parts) == 1 else xp.concatenate(parts, 1)
 
 
 def _mask_product(mask_NK: Array, values_NR: Array) -> Array:

@@ -104,6 +104,25 @@ def _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W: tl.const
     return z, r
 
 
+@triton.jit
+def _pieces(x_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    to = rows.to(tl.int64) * (3 * k) + cols
+    x = tl.load(x_ptr + at, inside, 0.0)
+    for piece in tl.static_range(3):
+        part = x.to(tl.bfloat16)
+        tl.store(out_ptr + to + piece * k, part, inside)
+        x = x - part.to(tl.float32)
+
+
+def pieces(x_NK: torch.Tensor) -> torch.Tensor:
+    """The three bfloat16 pieces of float32 numbers side by side, (N, 3K)."""
+    n, k = x_NK.shape
+    out = torch.empty(n, 3 * k, dtype=torch.bfloat16, device=x_NK.device)
+    _pieces[(triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS))](x_NK.contiguous(), out, n, k, _ROWS, _COLS)
+    return out
+
+
 @dataclass(eq=False)
 class Fused:
     """The operations of ``_vectors.Plain`` as kernels; ``mask_NK`` is bool."""

@@ -15,6 +15,7 @@ from ..interop import Array, cast, kind_of, namespace, to_numpy
 from ..linalg import column_dots, take_columns
 from ..registry import Chunk, RawColumns, SolveChunk, System
 from . import _precondition as precondition
+from ._factor import Factor, FactorInPieces
 from ._product import Full, chosen_precision, product
 from ._vectors import Scalars, vectors
 
@@ -78,6 +79,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
     factor_Nr = None if shared is None else shared.factor_Nr
     precision = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
     multiply = product(system.hessian_NN, factor_Nr, precision)
+    tall = FactorInPieces if precision == "bf16" else Factor
     extras = {"preconditioner": f"dc, rank {rank}" if rank else "jacobi", "precision": precision}
 
     def solve_chunk(chunk: Chunk) -> RawColumns:
@@ -86,7 +88,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
         columns = chunk.start_NK.shape[1]
         if precision == "bf16" and columns % _ALIGNMENT:
             chunk = _padded(chunk, -columns % _ALIGNMENT)
-        apply = precondition.for_columns(shared, chunk.mask_NK) if shared else precondition.jacobi(system.hessian_NN)
+        apply = precondition.for_columns(shared, chunk.mask_NK, tall) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
         if chunk.start_NK.shape[1] != columns:
             raw = RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,13 +102,27 @@ def capture_inputs(
     Arguments of blocks go to `device`, where the blocks will run, the model's own unless given; hidden states are kept on
     `store`, by default wherever `choose_store` says. The model is left as it was found, also after an exception.
     """
-    home = next(model.parameters()).device
-    device, tokens = torch.device(device or home), sum(sample.numel() for sample in samples)
-    store = None if store in (None, "auto") else torch.device(store)
+    device = torch.device(device or next(model.parameters()).device)
     decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
-    recorder = _Recorder(blocks, device, store, tokens)
+    run = partial(_captured, decoder, blocks, samples, device, store, batch, on_sample)
+    try:
+        with _moved(decoder, blocks, device):
+            return run()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    return run()
+
+
+def _captured(
+    decoder: nn.Module, blocks: Sequence[Block], samples: Sequence[torch.Tensor], device: torch.device, store: Any, batch: int,
+    on_sample: Callable[[], None],
+) -> BlockInputs:  # fmt: skip
+    """`capture_inputs` with the decoder where it is."""
+    home = next(decoder.parameters()).device
+    store = None if store in (None, "auto") else torch.device(store)
+    recorder = _Recorder(blocks, device, store, sum(sample.numel() for sample in samples))
     batches, names = _batched([sample.reshape(1, -1) for sample in samples], batch)
-    with evaluation_mode(model), torch.no_grad():
+    with evaluation_mode(decoder), torch.no_grad():
         with _replaced_forwards(blocks, recorder.probe):
             decoder(input_ids=batches[0][:, :_PROBE_TOKENS].to(home), use_cache=False)
         with _replaced_forwards(blocks, recorder.record):
@@ -116,6 +131,34 @@ def capture_inputs(
                 decoder(input_ids=numbers.to(home), use_cache=False)
                 on_sample()
     return BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, names)
+
+
+def firsts(blocks: Sequence[Block]) -> list[int]:
+    """The first block of each class."""
+    return list({type(block.module): index for index, block in reversed(list(enumerate(blocks)))}.values())
+
+
+@contextmanager
+def _moved(decoder: nn.Module, blocks: Sequence[Block], device: torch.device) -> Iterator[None]:
+    """While open, what lies outside the blocks is on the device, and the first block of each class; then the same tensors as before.
+
+    A host's processor takes seconds for the embeddings and the last norm of all windows.
+    """
+    probed = set(firsts(blocks))
+    away = {id(m) for index, block in enumerate(blocks) if index not in probed for m in block.module.modules()}
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    try:
+        for module in decoder.modules():
+            if id(module) in away:
+                continue
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.device != device and not tensor.is_meta and id(tensor) not in before:
+                    before[id(tensor)] = tensor, tensor.data
+                    tensor.data = tensor.data.to(device)
+        yield
+    finally:
+        for tensor, data in before.values():
+            tensor.data = data
 
 
 def _batched(samples: Sequence[torch.Tensor], batch: int) -> tuple[list[torch.Tensor], list[str]]:

@@ -22,6 +22,15 @@ def stored(hidden: torch.Tensor, store: torch.device, into: torch.Tensor | None 
     return into.copy_(hidden, non_blocking=True)
 
 
+def fetched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous copies in the host's memory; from a GPU in pinned memory, there once the current stream is done.
+
+    A copy to pageable memory goes through the driver piece by piece, and kernels that other threads launch wait for it.
+    """
+    target = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {name: stored(tensor, torch.device("cpu")) for name, tensor in target.items()}
+
+
 def choose_store(bytes_needed: int, device: torch.device) -> torch.device:
     """Where activations go: the device if they take up to a third of what is free there, otherwise the host's memory."""
     if device.type != "cuda" or bytes_needed <= torch.cuda.mem_get_info(device)[0] / 3:

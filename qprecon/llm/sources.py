@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from qprecon.llm.blocks import Block
-from qprecon.llm.capture import BlockInputs, capture_inputs
+from qprecon.llm.capture import BlockInputs, capture_inputs, firsts
 from qprecon.llm.checkpoint import Shards, stored_names
 from qprecon.llm.clock import Clock
 from qprecon.llm.journal import Journal
+from qprecon.llm.memory import fetched
 from qprecon.llm.plan import windows_together
 from qprecon.llm.report import LayerRow
 
@@ -102,13 +103,16 @@ class DiskBlocks:
             self.behind.append(self.writer.submit(self._copy, None))
 
     def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
-        """As `capture_inputs`; the embeddings are in memory meanwhile, and the first block of each class, which is probed."""
+        """As `capture_inputs`; the embeddings are on the device meanwhile, and the first block of each class, which is probed."""
         inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
         needed = {name for name, module in self.model.named_modules() if id(module) in inside}
         outside = [name for name in self._names(None) if name.rpartition(".")[0] in needed]
-        first = {type(block.module): index for index, block in reversed(list(enumerate(self.blocks)))}
+        names = [*outside, *(name for index in firsts(self.blocks) for name in self._names(index))]
         try:
-            for names in (outside, *(self._names(index) for index in first.values())):
+            try:
+                _fill(self.model, self._read(self.shards, names, self.device))
+            except torch.cuda.OutOfMemoryError:
+                torch.cuda.empty_cache()
                 _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
             together = windows_together(self.model, samples, self.device)
             return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
@@ -187,13 +191,20 @@ class DiskBlocks:
         if entry is not None:
             shards = Shards(self.journal.folder, dict.fromkeys(entry["names"], entry["file"]), {}, {}, {})
         with _own_stream(self.read_stream):
-            return self._read(shards, self._names(index), self.device)
+            return self._read(shards, self._names(index), self.device, pinned=self.device.type == "cuda")
 
-    def _read(self, shards: Shards, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        """Tensors by their names in the model, in the model's dtypes; copies, as those of safetensors may lie in the file."""
+    def _read(
+        self, shards: Shards, names: Iterable[str], device: torch.device, pinned: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Tensors by their names in the model, in the model's dtypes; copies, as those of safetensors may lie in the file.
+
+        `pinned`: through pinned memory, which the allocator keeps for the next block; kernels of other threads do not wait then.
+        """
         names = list(names)
         tensors = shards.read({self.stored[name] for name in names})
-        moved = {key: tensor.to(device, self.dtypes[key], copy=True) for key, tensor in tensors.items()}
+        if pinned:
+            tensors = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in tensors.items()}
+        moved = {key: tensor.to(device, self.dtypes[key], copy=not pinned) for key, tensor in tensors.items()}
         return {name: moved[self.stored[name]] for name in names}
 
     def _copy(self, index: int | None) -> None:
@@ -204,8 +215,9 @@ class DiskBlocks:
         own = {self.stored[name]: tensor for name, tensor in tensors.items()}
         with _own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
-            zeros = sum(tensor.numel() - int(torch.count_nonzero(tensor)) for tensor in counted)
-            own = {name: tensor.cpu().contiguous() for name, tensor in own.items()}
+            nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
+            own = fetched(own)
+        zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         number, last = 1 if index is None else index + 2, len(self.blocks) + 1
         parameters = sum(tensor.numel() for tensor in counted)
         facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows]}
