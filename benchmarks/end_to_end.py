@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import resource
 import shutil
@@ -46,8 +47,9 @@ def main() -> None:
     with Probe(device, _probed(arguments, config)) as probe:
         started = time.perf_counter()
         report = prune_model(
-            folder, calibration, pattern=arguments.pattern, mask=arguments.mask, nsamples=arguments.samples, targets=targets,
-            seqlen=arguments.seqlen, out=out, device=device, store=arguments.store, tol=arguments.tol, progress=False, resume=False,
+            folder, calibration, pattern=arguments.pattern, mask=arguments.mask, update=arguments.update, targets=targets,
+            nsamples=arguments.samples, seqlen=arguments.seqlen, out=out, device=device, store=arguments.store, tol=arguments.tol,
+            progress=False, resume=False,
         )  # fmt: skip
         _wait(device)
         total = time.perf_counter() - started - probe.excluded
@@ -66,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--pattern", default="50%")
     parser.add_argument("--mask", default="wanda")
+    parser.add_argument("--update", default="optimal")
     parser.add_argument("--tol", type=float, default=1e-4)
     parser.add_argument("--text", help="calibration text for a real model; random tokens otherwise")
     parser.add_argument("--device", default="auto")
@@ -89,6 +92,7 @@ def _model_folder(arguments: argparse.Namespace, device: torch.device) -> tuple[
     folder = Path(arguments.workdir) / f"{arguments.model}-{config.num_hidden_layers}"
     started = time.perf_counter()
     write_random_model(config, folder, device=str(device))
+    os.sync()  # else the run would wait for these files to reach the disk when it forces its own there
     print(f"random weights of {name} in {folder}: {time.perf_counter() - started:.1f} s")
     return folder, f"{name}, random weights"
 
@@ -121,6 +125,7 @@ def _run(name, device, report: PruneReport, probe: Probe, total: float, rates, c
         "versions": report.versions,
         "pattern": arguments.pattern,
         "mask": arguments.mask,
+        "update": arguments.update,
         "samples": report.settings["nsamples"],
         "seqlen": report.settings["seqlen"],
         "tol": arguments.tol,
@@ -151,8 +156,9 @@ def _print(run: dict, report: PruneReport, probe: Probe) -> None:
     print("  rates: " + ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in run["rates_tflops"].items()))
     print("  floor: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in run["floor_seconds"].items()))
     print(f"  peak: GPU {run['peak_gpu_gb']:.2f} GB, host {run['peak_host_gb']:.2f} GB")
-    print(f"  largest certified gap {run['max_relative_gap']:.2e}, {run['uncertified_columns']} columns above the tolerance, "
-          f"{run['fallbacks']} kept their start")  # fmt: skip
+    if run["max_relative_gap"] is not None:
+        print(f"  largest certified gap {run['max_relative_gap']:.2e}, {run['uncertified_columns']} columns above the tolerance, "
+              f"{run['fallbacks']} kept their start")  # fmt: skip
     for warning in run["warnings"]:
         print(f"  note: {warning}")
     iterations = {row.name: row.iterations for row in report.layers}

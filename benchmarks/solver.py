@@ -144,9 +144,9 @@ def own_update(selector: str) -> Callable[[Layer, float], Measured]:
     return measure
 
 
-MPAX_PAPER = "rAPDHG, paper's calling form"
+OURS, MPAX_PAPER = "qprecon pcg", "rAPDHG, paper's calling form"
 METHODS: dict[str, Callable[[Layer, float], Measured]] = {
-    "qprecon pcg": whole("auto"),
+    OURS: whole("auto"),
     "SparseGPT's update": own_update("sparsegpt"),
     "Thanos's update": own_update("thanos"),
     "ADMM": whole("admm"),
@@ -238,24 +238,22 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=140.0, help="seconds after which the slow methods are left out")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     args = parser.parse_args()
-    began, rows, about = time.perf_counter(), [], environment(args.device)
-    parts = args.problem or [""]
-    for spec in SMALL if args.small else LARGE:
-        if not any(part in spec.name for part in parts):
-            continue
-        layer = load(spec, args.device)
-        print(f"{spec.name}: kappa {layer.about['kappa']:.2g}, {time.perf_counter() - began:.0f} s so far", flush=True)
-        fastest = None
-        for method in args.method or METHODS:
-            late = time.perf_counter() - began > args.limit and method != "qprecon pcg"
-            skipped = {**layer.about, "method": method, "seconds": None, "relative_gap": None, "note": "left out: time limit"}
-            row = {**(skipped if late else run_method(method, layer, rows, args.budget)), **about}
-            rows.append(row)
-            fastest = fastest or row["seconds"]
-            show(row, fastest)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(rows, indent=1) + "\n")
-        del layer
+    began, about = time.perf_counter(), environment(args.device)
+    rows: list[dict[str, Any]] = []
+    wanted = args.method or list(METHODS)
+    specs = [spec for spec in (SMALL if args.small else LARGE) if any(part in spec.name for part in args.problem or [""])]
+    for methods in ([m for m in wanted if m not in PER_COLUMN], [m for m in wanted if m in PER_COLUMN]):  # the slow ones last
+        for spec in specs if methods else ():
+            layer = load(spec, args.device)
+            print(f"{spec.name}: kappa {layer.about['kappa']:.2g}, {time.perf_counter() - began:.0f} s so far", flush=True)
+            for method in methods:
+                late = time.perf_counter() - began > args.limit and method != OURS
+                skipped = {**layer.about, "method": method, "seconds": None, "relative_gap": None, "note": "left out: time limit"}
+                rows.append({**(skipped if late else run_method(method, layer, rows, args.budget)), **about})
+                show(rows[-1], next((r["seconds"] for r in rows if r["problem"] == spec.name and r["method"] == OURS), None))
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            del layer
     print(f"{time.perf_counter() - began:.0f} s; wrote {args.out.name}, {len(rows)} rows")
 
 

@@ -10,6 +10,8 @@ import importlib.util
 
 from ..interop import Array, namespace
 
+_TRITON = importlib.util.find_spec("triton") is not None
+
 
 class Factor:
     """The products in F's own dtype."""
@@ -46,15 +48,15 @@ class FactorInPieces(Factor):
         xp = namespace(t_rK)
         return xp.mm(self.wide_N6r, self.stacked(t_rK), out_dtype=t_rK.dtype)
 
-    def stacked(self, t_rK: Array) -> Array:
+    def stacked(self, t_rK: Array, out: Array | None = None) -> Array:
         """t with `wide_N6r` @ t6 = Ft, (6r, K) bfloat16; products below 2⁻²⁴ are left out."""
-        high, middle, low = _split(t_rK)
-        return namespace(t_rK).cat([high, middle, low, high, middle, high])
+        high, middle, low = pieces(t_rK).split(t_rK.shape[1], 1)
+        return namespace(t_rK).cat([high, middle, low, high, middle, high], out=out)
 
 
 def pieces(x_NK: Array) -> Array:
     """The bfloat16 pieces of a float32 matrix side by side, (N, 3K)."""
-    if importlib.util.find_spec("triton") is not None:
+    if _TRITON:
         from ._triton import pieces as fused
 
         return fused(x_NK)

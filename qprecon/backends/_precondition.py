@@ -21,6 +21,7 @@ from ._factor import Factor
 _OVERSAMPLING = 8
 _INNER_BYTES = 2.0**28
 _SLAB = 2.0**26  # entries
+_ALIGNMENT = 64  # columns of a product: an odd width costs tensor cores most of their speed
 _LEAK = 1e3
 """Share of |F_i|² added to the diagonal, in units of the dtype's epsilon. An input that the low rank captures wholly would leave
 D_i = λ beside |F_i|² ≫ λ, and D⁻¹r − D⁻¹F(…) would cancel all digits of float32: C⁻¹ is then no longer positive. At 1e3 the
@@ -64,7 +65,9 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     """
     xp, n = namespace(hessian_NN), hessian_NN.shape[0]
     undamped = lambda x_Nr: hessian_NN @ x_Nr - ridge * x_Nr  # noqa: E731
-    basis_Nr = _orthonormal(_gaussian(n, min(n, rank + _OVERSAMPLING), hessian_NN))
+    basis_Nr = _gaussian(n, min(n, rank + _OVERSAMPLING), hessian_NN)
+    if not power_steps:
+        basis_Nr = _orthonormal(basis_Nr)
     for _ in range(power_steps):
         basis_Nr = _orthonormal(undamped(basis_Nr))
     image_Nr = undamped(basis_Nr)
@@ -118,7 +121,7 @@ def _inner(root_Nr: Array, mask_NK: Array) -> Array:
 
 def _pair_products(root_Nr: Array, rows: np.ndarray, cols: np.ndarray, mask_NK: Array) -> Array:
     """The entries (rows, cols) of G_IᵀG_I for every column, (K, pairs); a slab at a time, as the N×pairs products are large."""
-    step = max(1, int(_SLAB // max(root_Nr.shape[0], 1)))
+    step = max(1, int(_SLAB // max(root_Nr.shape[0], 1)) // _ALIGNMENT) * _ALIGNMENT
     xp, parts = namespace(root_Nr), []
     for first in range(0, len(rows), step):
         part = slice(first, first + step)
@@ -154,7 +157,17 @@ def _inverse_plus_identity(gram_Krr: Array) -> Array:
 
 
 def _orthonormal(x_Nr: Array) -> Array:
-    return namespace(x_Nr).linalg.qr(x_Nr)[0]
+    """An orthonormal basis of x's columns. On a GPU by Cholesky factors, twice: Householder's steps would keep it waiting."""
+    if kind_of(x_Nr) != "torch" or x_Nr.device.type != "cuda":
+        return namespace(x_Nr).linalg.qr(x_Nr)[0]
+    torch = namespace(x_Nr)
+    basis_Nr = x_Nr.double()
+    for _ in range(2):
+        factor_rr, failed = torch.linalg.cholesky_ex(basis_Nr.T @ basis_Nr)
+        if bool(failed):  # fewer directions than columns
+            return torch.linalg.qr(x_Nr)[0]
+        basis_Nr = torch.linalg.solve_triangular(factor_rr.T, basis_Nr, upper=True, left=False)
+    return basis_Nr.to(x_Nr.dtype)
 
 
 def _gaussian(n: int, width: int, like: Array) -> Array:

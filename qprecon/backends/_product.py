@@ -1,8 +1,8 @@
 """H·P in the precision that pays.
 
-On a GPU H is split as FFᵀ + E: the few large eigenvalues, F(FᵀP), with float32's accuracy, and the small rest E·P in bfloat16 with
-float32 accumulation. Without the split the rounding of the large part drowns the small one. The residual recurrence is then good to a
-relative gap of 1e-6 to 1e-5 on real layers; beyond that the core's audit restarts it from a float64 residual.
+On a GPU H is split as FFᵀ + E: the few large eigenvalues, F(FᵀP), with float32's accuracy, and the small rest E·P in bfloat16
+with float32 accumulation. Without the split the rounding of the large part drowns the small one. The residual recurrence is then
+good to a relative gap of 1e-6 to 1e-5 on real layers; beyond that the core's audit restarts it from a float64 residual.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Full:
     """The product in the dtype of H."""
 
     hessian_NN: Array
+    tail = 0
 
     def __call__(self, p_NK: Array, ops: Any) -> Array:
         return self.hessian_NN @ p_NK
@@ -31,10 +32,16 @@ class Split:
     factor: FactorInPieces
     wide_NM: Array  # E beside F's six pieces, bfloat16
 
+    @property
+    def tail(self) -> int:
+        """Rows wanted below P."""
+        return self.factor.wide_N6r.shape[1]
+
     def __call__(self, p_NK: Array, ops: Any) -> Array:
         import torch
 
-        both_MK = torch.cat([ops.low(p_NK), self.factor.stacked(self.factor.project(p_NK))])
+        both_MK = ops.low(p_NK)
+        self.factor.stacked(self.factor.project(p_NK), out=both_MK[len(p_NK) :])
         return torch.mm(self.wide_NM, both_MK, out_dtype=torch.float32)
 
 

@@ -128,11 +128,12 @@ class Fused:
     """The operations of ``_vectors.Plain`` as kernels; ``mask_NK`` is bool."""
 
     mask_NK: torch.Tensor
-    _low_NK: torch.Tensor | None = None
+    tail: int = 0
+    _low_MK: torch.Tensor | None = None
 
     def begin(self, r_NK, w_NK, inverse_N1, scalars):
-        p_NK, low_NK = torch.empty_like(r_NK), torch.empty_like(r_NK, dtype=torch.bfloat16)
-        self._low_NK = low_NK
+        (n, k), p_NK = r_NK.shape, torch.empty_like(r_NK)
+        self._low_MK = torch.empty(n + self.tail, k, dtype=torch.bfloat16, device=r_NK.device)
         scalars.active_K.fill_(True)
         beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
         self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, False)
@@ -151,8 +152,8 @@ class Fused:
         self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, True)
 
     def low(self, p_NK):
-        """p in bfloat16: ``begin`` and ``turn`` have written it."""
-        return self._low_NK
+        """p in bfloat16, which ``begin`` and ``turn`` have written, and ``tail`` rows below it."""
+        return self._low_MK
 
     def _rz(self, r_NK, w_NK, inverse_N1, scalars):
         out, beta_K, (n, k) = self._partial(r_NK), torch.empty_like(scalars.rz_K), r_NK.shape
@@ -165,7 +166,7 @@ class Fused:
         n, k = r_NK.shape
         w_NK, has_w = (r_NK, False) if w_NK is None else (w_NK, True)
         _turn[self._grid(r_NK)](
-            p_NK, r_NK, w_NK, self.mask_NK, inverse_N1, self._low_NK, beta_K, n, k, has_w, has_p, _ROWS, _COLS
+            p_NK, r_NK, w_NK, self.mask_NK, inverse_N1, self._low_MK, beta_K, n, k, has_w, has_p, _ROWS, _COLS
         )
 
     def _partial(self, like_NK):

@@ -39,10 +39,11 @@ class Plain:
     """The operations with numpy or torch arrays. The mask is in the vectors' dtype; p and r are zero on pruned entries."""
 
     mask_NK: Array
+    tail: int = 0
 
     def take(self, index: Array) -> Plain:
         """For some of the columns."""
-        return Plain(take_columns(self.mask_NK, index))
+        return Plain(take_columns(self.mask_NK, index), self.tail)
 
     def begin(self, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> Array:
         """First direction p = z = D⁻¹r − w on kept entries; sets rz and active."""
@@ -77,19 +78,20 @@ class Plain:
         return z_NK, column_dots(r_NK, z_NK)
 
     def low(self, p_NK: Array) -> Array:
-        """p in bfloat16."""
-        return p_NK.bfloat16()
+        """p in bfloat16, and ``tail`` rows below it for the product to fill."""
+        low_NK = p_NK.bfloat16()
+        return namespace(p_NK).cat([low_NK, low_NK.new_empty(self.tail, p_NK.shape[1])])
 
 
-def vectors(like_NK: Array, mask_NK: Array) -> Any:
+def vectors(like_NK: Array, mask_NK: Array, tail: int = 0) -> Any:
     """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
     if kind_of(like_NK) == "torch" and like_NK.device.type == "cuda" and str(like_NK.dtype) == "torch.float32":
         if importlib.util.find_spec("triton") is not None:
             from ._triton import Fused
 
-            return Fused(mask_NK.contiguous())
+            return Fused(mask_NK.contiguous(), tail)
     if kind_of(like_NK) == "torch":
-        return Plain(mask_NK.to(like_NK.dtype))
+        return Plain(mask_NK.to(like_NK.dtype), tail)
     return Plain(mask_NK.astype(like_NK.dtype))
 
 

@@ -140,7 +140,7 @@ def firsts(blocks: Sequence[Block]) -> list[int]:
 
 @contextmanager
 def _moved(decoder: nn.Module, blocks: Sequence[Block], device: torch.device) -> Iterator[None]:
-    """While open, what lies outside the blocks is on the device, and the first block of each class; then the same tensors as before.
+    """While open, what lies outside the blocks and the first block of each class are on the device; then the same tensors again.
 
     A host's processor takes seconds for the embeddings and the last norm of all windows.
     """
