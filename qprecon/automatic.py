@@ -12,8 +12,10 @@ from .problem import ColumnQP
 
 FLOAT32_TOLERANCE = 1e-7  # float32 cannot hold a smaller relative gap (its floor at 1 % damping is about 1e-8)
 _FEW, _MODERATE = 8, 1024
-"""Up to so many columns and inputs one factor a column beats, on a CPU, the shared work of an iteration. With more columns pcg
-wins at every size measured, 64 to 4096 inputs (benchmarks/results/backends.md)."""
+"""Up to so many columns and inputs one factor a column beats, on a CPU, the shared work of an iteration."""
+_SMALL = 3e10
+"""K·N³ up to which a GPU has factored all columns in a batch before pcg's launches are through: 7 ms against 15 ms at 256 x 256,
+19 against 20 at 512 x 512 on an H100 (benchmarks/results/backends.md)."""
 
 
 def choose_dtype(problem: ColumnQP, tol: float, dtype: str | None) -> tuple[str, str | None]:
@@ -46,6 +48,8 @@ def choose_backend(problem: ColumnQP, dtype: str) -> tuple[str, str]:
             if record.installed and record.capabilities.bounds and dtype in record.capabilities.dtypes:
                 return name, f"{name}: the bounds rule out pcg and cholesky"
         raise UnsupportedError("no installed backend takes general bounds: pip install 'qprecon[osqp]'")
+    if problem.place.device_type == "cuda" and problem.n_columns * problem.n_inputs**3 <= _SMALL:
+        return "cholesky", "cholesky: small enough to factor all columns in a batch"
     if problem.n_columns <= _FEW and problem.n_inputs <= _MODERATE and problem.place.device_type == "cpu":
         return "cholesky", f"cholesky: at most {_FEW} columns"
     return "pcg", "pcg: all columns at once"
