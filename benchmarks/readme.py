@@ -1,7 +1,7 @@
-"""Fill the README's tables from the committed results.
+"""Fill the tables of the README and of the documentation's page on speed from the committed results.
 
-    python benchmarks/readme.py            (rewrites README.md)
-    python benchmarks/readme.py --check    (exits with 1 if the README says something else)
+    python benchmarks/readme.py            (rewrites README.md and docs/performance.md)
+    python benchmarks/readme.py --check    (exits with 1 if they say something else)
 """
 
 from __future__ import annotations
@@ -55,17 +55,20 @@ def layers() -> str:
     """Seconds and gaps of one layer."""
     rows = load("solver_h100")
     problems = list(dict.fromkeys(row["problem"] for row in rows))
+    latest, earlier = max(row["date"] for row in rows), set()
 
     def cell(problem: str, method: str) -> str:
         row = next((r for r in rows if r["problem"] == problem and r["method"] == method), None)
         if row is None or row["seconds"] is None:
             return "–"
-        star = "\\*" if "columns_timed" in row else ""
+        marks = "\\*" * ("columns_timed" in row) + "†" * (row["date"] != latest)
+        earlier.update({row["date"]} - {latest})
         gap = f"{row['relative_gap']:.0e}" if row["relative_gap"] < 10 else "no certificate"
-        return f"{row['seconds']:.3g} s{star}, {gap}"
+        return f"{row['seconds']:.3g} s{marks}, {gap}"
 
     body = [[method, *(cell(problem, method) for problem in problems)] for method in METHODS]
-    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {rows[0]['date']}. \\* some columns timed, scaled to all; – not run."
+    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. \\* some columns timed, scaled to all; – not run."
+    note += f" † an earlier run on another card of the kind, {', '.join(sorted(earlier))}." if earlier else ""
     return table(["method", *problems], body) + "\n\n" + note
 
 
@@ -86,22 +89,51 @@ def cpu() -> str:
     return table(["method", *problems], body) + "\n\n" + note
 
 
+PAPER = (  # as published: abstract and section on cost
+    ["OPTIMA's paper, 8 B parameters", "rAPDHG, tolerance 1e-2", "40 h", "", "60 GB", "–"],
+)
+
+
 def models() -> str:
-    """Whole models, disk to disk."""
-    rows = {row["model"]: row for row in load("end_to_end_h100")}  # the last run of each
+    """Whole models, disk to disk, beside the paper's."""
+    rows = load("end_to_end_h100")
+    ways = {("wanda", "optimal"): "**Wanda + optimal**", ("sparsegpt", "own"): "SparseGPT, our implementation"}
     body = [
         [
-            name.replace(", random weights", ""),
+            row["model"].replace(", random weights", ""),
+            ways[row["mask"], row["update"]],
             f"{row['seconds_beside_io']:.1f} s",
             f"{row['seconds_io']:.1f} s",
             f"{row['peak_gpu_gb']:.1f} GB",
-            f"{row['max_relative_gap']:.1e}",
+            f"{row['max_relative_gap']:.1e}" if row["max_relative_gap"] is not None else "–",
         ]
-        for name, row in rows.items()
+        for row in rows
     ]
-    last = list(rows.values())[-1]
-    head = ["model", "without disk", "disk", "peak GPU memory", "largest certified gap"]
-    return table(head, body) + f"\n\n{last['gpu']}, {last['date'][:10]}."
+    last = rows[-1]
+    head = ["model", "method", "without disk", "disk", "peak GPU memory", "largest certified gap"]
+    return table(head, [*PAPER, *body]) + f"\n\nOurs on one {last['gpu']}, {last['date'][:10]}."
+
+
+def phases() -> str:
+    """Where a whole model's time goes, beside the floor."""
+    rows = [row for row in load("end_to_end_h100") if row["update"] == "optimal"]
+    names = ("load", "capture", "forward", "gram", "mask", "solve", "audit", "measure")
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        floor = row["floor_seconds"].get(name)
+        return f"{row['seconds'][name]:.1f}" + (f" ({floor:.1f})" if floor is not None else "")
+
+    body = [
+        [
+            row["model"].replace(", random weights", ""),
+            *(cell(row, name) for name in names),
+            f"{row['seconds_beside_io']:.1f} ({row['floor_seconds']['all']:.1f})",
+        ]
+        for row in rows
+    ]
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in rows[0]["rates_tflops"].items())
+    note = f"Seconds, in brackets the floor. Measured rates in TFLOP/s: {rates}. {rows[0]['gpu']}, {rows[0]['date'][:10]}."
+    return table(["model", *names, "all"], body) + "\n\n" + note
 
 
 def demo() -> str:
@@ -126,28 +158,33 @@ def demo() -> str:
     return table(["weights", "perplexity", "pruning", "evaluation"], body) + "\n\n" + note
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"demo": demo, "quality": quality, "layers": layers, "cpu": cpu, "models": models}
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"demo": demo, "quality": quality, "layers": layers, "cpu": cpu, "models": models},
+    "docs/performance.md": {"models": models, "phases": phases, "layers": layers},
+}
 
 
-def filled(text: str) -> str:
-    """The README with its tables."""
-    for name, make in SECTIONS.items():
+def filled(text: str, sections: dict[str, Callable[[], str]]) -> str:
+    """A page with its tables."""
+    for name, make in sections.items():
         pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.S)
         if not pattern.search(text):
-            raise SystemExit(f"README.md has no section {name!r}")
+            raise SystemExit(f"a page has no section {name!r}")
         text = pattern.sub(lambda found, body=make(): f"{found[1]}{body}\n{found[2]}", text)
     return text
 
 
 def main() -> int:
     """Rewrite or check."""
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = filled(before)
-    if "--check" in sys.argv[1:]:
-        return int(before != after)
-    path.write_text(after)
-    return 0
+    wrong = 0
+    for page, sections in SECTIONS.items():
+        path = ROOT / page
+        before = path.read_text()
+        after = filled(before, sections)
+        wrong += before != after
+        if "--check" not in sys.argv[1:]:
+            path.write_text(after)
+    return int("--check" in sys.argv[1:] and wrong > 0)
 
 
 if __name__ == "__main__":
