@@ -20,6 +20,7 @@ import json
 import os
 import pathlib
 import platform
+import random
 import statistics
 import sys
 import time
@@ -37,6 +38,7 @@ FILES = {"cpu": HERE / "results" / "backends_cpu.json", "cuda": HERE / "results"
 FIXTURES = HERE.parent / "tests" / "fixtures" / "real"
 DAMPING = 0.01
 AUTO_FACTOR = 1.5
+_REST = 0.1  # seconds before a timed run: a machine whose share of processors is metered makes the next one pay for a burst
 ORDER = ("auto", *(record.name for record in registry.BUILT_IN))
 
 SETTINGS: dict[str, tuple[float, dict[str, dict[str, Any]]]] = {
@@ -154,6 +156,7 @@ class Run:
 
     def again(self) -> None:
         """A warm run, without the limit: it would change how some backends work."""
+        time.sleep(_REST)
         seconds, self.solution = self._timed()
         self.seconds.append(seconds)
 
@@ -197,10 +200,11 @@ def measure(case: Case, setting: str, backends: list[str], results: Results, dev
             runs[name] = Run(arguments, name, setting, limit)
         except Exception as error:
             results.add({**about, "backend": name, "seconds": None, "note": f"{type(error).__name__}: {str(error)[:200]}"})
-    while any(run.wants_more for run in runs.values()):
-        for run in runs.values():
-            if run.wants_more:
-                run.again()
+    turns = random.Random(0)
+    while waiting := [run for run in runs.values() if run.wants_more]:
+        turns.shuffle(waiting)  # else the same backend always pays for what the same other one leaves behind
+        for run in waiting:
+            run.again()
     reference_K = reference(case, device)
     for name, run in runs.items():
         row = {**about, "backend": name, **run.row(reference_K)}

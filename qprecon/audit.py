@@ -19,7 +19,7 @@ import numpy as np
 
 from ._chunks import like
 from .interop import Array, cast, kind_of, namespace, to_numpy
-from .linalg import add_to_diagonal, cholesky, column_dots, frobenius_norm, solve_lower
+from .linalg import add_to_diagonal, cholesky, column_dots, column_norms, frobenius_norm, solve_lower
 from .problem import ColumnQP
 
 UNIT = 2.0**-53  # unit roundoff of float64
@@ -28,6 +28,7 @@ FLOOR = 1e-6
 (f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
 
 _LADDER = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11)  # trial shifts without damping, in units of mean(diag H)
+_TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
 _PIECE = 2**24  # entries audited at a time; the float64 temporaries take some 80 bytes for each
 _PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
 
@@ -171,9 +172,11 @@ def _audit_piece(
         objective_K = xp.maximum(objective_K, xp.zeros_like(objective_K))
         gap_K = xp.where(gap_K < objective_K, gap_K, objective_K)  # f* ≥ 0, also where there is no certificate (NaN)
     stationarity_K = _largest_scaled(free_NK, cert)
-    lost_K = _underflown(stationarity_K) | _underflown(_largest_energy(back_NK, cert))
+    lost_K = _underflown(stationarity_K)
+    if bool((abs(objective_K) < _TINY).any()):
+        lost_K = lost_K | _underflown(_largest_energy(back_NK, cert))
     gap_K = xp.where(lost_K, xp.full_like(gap_K, np.inf), gap_K)
-    figures = (objective_K, gap_K, stationarity_K, _violation(problem, new_NK, mask_NK, columns))
+    figures = (objective_K, gap_K, stationarity_K, _violation(problem, weights_NK, mask_NK, columns))
     return tuple(to_numpy(figure) for figure in figures)
 
 
@@ -198,9 +201,10 @@ def _split(
 ) -> tuple[Array, Array]:
     """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too."""
     xp = namespace(rho_NK)
-    zero_NK = xp.zeros_like(rho_NK)
-    free_NK = xp.where(mask_NK, rho_NK, zero_NK)
-    price_NK = zero_NK
+    free_NK = xp.where(mask_NK, rho_NK, xp.zeros((), dtype=rho_NK.dtype) if xp is np else 0.0)
+    if not problem.has_bounds:
+        return free_NK, rho_NK[:0].sum(0)
+    zero_NK = price_NK = xp.zeros_like(rho_NK)
     diagonal_N1 = cert.diagonal_N[:, None]
     for bound_NK, sign in ((problem.upper_NK, 1.0), (problem.lower_NK, -1.0)):
         if bound_NK is None:
@@ -216,13 +220,13 @@ def _split(
 
 def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, back_NK: Array, mask_NK: Array) -> Array:
     """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
-    noise_K = cert.rounding * column_dots(back_NK, back_NK) ** 0.5
+    noise_K = cert.rounding * column_norms(back_NK)
     if cert.factor_NN is None:
         return _per_column_term(problem, free_NK, noise_K, mask_NK)
     n = free_NK.shape[0]
     solved_NK = solve_lower(cert.factor_NN, free_NK)
     slack = 1.0 + 2.02 * (n + 2) * UNIT * (cert.norm / cert.lambda_min) ** 0.5  # the triangular solve's own error
-    term_K = (slack * column_dots(solved_NK, solved_NK) ** 0.5 + noise_K / cert.lambda_min**0.5) ** 2
+    term_K = (slack * column_norms(solved_NK) + noise_K / cert.lambda_min**0.5) ** 2
     if cert.dead_N is None:
         return term_K
     xp = namespace(free_NK)  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded
@@ -272,14 +276,14 @@ def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
     scale_N = xp.where(diagonal_N > 0, diagonal_N, xp.ones_like(diagonal_N)) ** 0.5
     if free_NK.shape[0] == 0:
         return free_NK.sum(0)
-    return xp.amax(abs(free_NK) / scale_N[:, None], 0)
+    return column_norms(free_NK / scale_N[:, None], np.inf)
 
 
 def _largest_energy(back_NK: Array, cert: Certificate) -> Array:
     """max over all entries of |Δ_i| · √A_ii, (K,): the square root of an objective."""
     if back_NK.shape[0] == 0:
         return back_NK.sum(0)
-    return namespace(back_NK).amax(abs(back_NK) * (cert.diagonal_N**0.5)[:, None], 0)
+    return column_norms(back_NK * (cert.diagonal_N**0.5)[:, None], np.inf)
 
 
 def _underflown(root_K: Array) -> Array:
@@ -287,9 +291,11 @@ def _underflown(root_K: Array) -> Array:
     return (root_K > 0) & (root_K < 1e-150)
 
 
-def _violation(problem: ColumnQP, new_NK: Array, mask_NK: Array, columns: Any) -> Array:
+def _violation(problem: ColumnQP, weights_NK: Array, mask_NK: Array, columns: Any) -> Array:
     """Largest distance from the feasible set, in units of the weights, (K,)."""
-    if new_NK.shape[0] == 0:
-        return new_NK.sum(0)
-    xp = namespace(new_NK)
-    return xp.amax(abs(new_NK - problem.clip(new_NK, columns)), 0)
+    if weights_NK.shape[0] == 0:
+        return weights_NK.sum(0)
+    if not problem.has_bounds:
+        return column_norms(weights_NK * ~mask_NK, np.inf)
+    new_NK = cast(weights_NK, "float64")
+    return column_norms(new_NK - problem.clip(new_NK, columns), np.inf)

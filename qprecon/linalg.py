@@ -61,6 +61,15 @@ def column_dots(a_NK: Array, b_NK: Array) -> Array:
     return np.einsum("nk,nk->k", a_NK, b_NK)
 
 
+def column_norms(a_NK: Array, order: float = 2) -> Array:
+    """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory."""
+    if kind_of(a_NK) == "torch":
+        return namespace(a_NK).linalg.vector_norm(a_NK, order, dim=0)
+    if order == 2:
+        return np.einsum("nk,nk->k", a_NK, a_NK) ** 0.5
+    return abs(a_NK).max(0)
+
+
 def take_columns(a_NK: Array, index: Array) -> Array:
     """Some columns, row by row in memory: numpy's own ``a[:, index]`` comes out column by column, which slows what follows."""
     return a_NK[:, index] if kind_of(a_NK) == "torch" else np.take(a_NK, index, axis=1)

@@ -109,3 +109,11 @@ def test_the_relative_gap_is_what_it_says():
     solution = qprecon.solve(x.T @ x, w, generator.random((12, 5)) < 0.5, damping=0.01, backend="cholesky", dtype="float64")
     bound, objective = solution.gap_bound, solution.objective
     assert np.allclose(solution.relative_gap, bound / (objective - bound))
+
+
+def test_the_table_of_exceptions_is_that_of_the_contract():
+    """`tests/contract/exceptions.py` is the only list of them."""
+    from tests.contract.exceptions import table
+
+    text = (ROOT / "docs" / "backends.md").read_text()
+    assert text.partition("<!-- begin: exceptions -->\n")[2].partition("\n<!-- end: exceptions -->")[0] == table()

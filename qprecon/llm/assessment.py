@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qprecon.llm.evaluation import PerplexityResult, perplexity
+from qprecon.llm.evaluation import PerplexityResult, check_perplexity, perplexity
 from qprecon.llm.loading import load_causal_lm
 from qprecon.llm.texts import load_texts
 
@@ -61,15 +61,18 @@ def evaluate(
         raise ValueError("nothing to measure: give --text, --tasks or both")
     if save and not Path(model).is_dir():
         raise ValueError(f"{model} is no folder here, so the results cannot be saved in it")
+    size = {} if batch_size is None else {"batch_size": batch_size}
+    check_perplexity(**size, **(perplexity_options or {}))
+    if tasks is not None:
+        # lm-eval takes seconds to import, and perplexity alone does not need it.
+        from qprecon.llm.tasks import check_tasks, evaluate_tasks
+
+        check_tasks(tasks, **(task_options or {}))
     texts = None if text is None else load_texts(text)
     loaded, tokenizer = load_causal_lm(model, device=device)
-    size = {} if batch_size is None else {"batch_size": batch_size}
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
     scores = measured = None
     if tasks is not None:
-        # lm-eval takes seconds to import, and perplexity alone does not need it.
-        from qprecon.llm.tasks import evaluate_tasks
-
         scores = evaluate_tasks(loaded, tasks, **common, **(task_options or {}))
     if texts is not None:
         name = Path(str(text)).name

@@ -13,7 +13,7 @@ import torch
 
 from .loading import as_dtype, load_causal_lm
 from .progress import progress_bar
-from .windows import DEFAULT_SEQLEN, TokenWindows, cut_windows
+from .windows import DEFAULT_SEQLEN, check_cut, check_windows, cut_windows
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
 _CHUNK_ENTRIES = 1 << 24
@@ -92,9 +92,7 @@ def perplexity(
             ids outside its vocabulary, NaN logits, or a bad argument.
         TypeError: text or tokens of another kind.
     """
-    for name, number in (("batch_size", batch_size), ("max_windows", max_windows)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+    check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
     autocast = None if autocast is None else as_dtype(autocast)
     if isinstance(model, str | Path):
         model, own_tokenizer = load_causal_lm(model, device=device)
@@ -103,7 +101,9 @@ def perplexity(
         model = model.to(device)
     cut = cut_windows(tokens_or_text, tokenizer=tokenizer, seqlen=seqlen, bos=bos)
     tokens = cut.tokens[:max_windows]
-    _check_windows(model, cut, tokens)
+    if not len(tokens):
+        raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
+    check_windows(model, list(tokens))
     start = time.perf_counter()
     total = _total_nll(model, tokens, batch_size, autocast, progress)
     seconds = time.perf_counter() - start
@@ -120,19 +120,16 @@ def perplexity(
     )
 
 
-def _check_windows(model: Any, cut: TokenWindows, tokens: torch.Tensor) -> None:
-    """Refuse what would fail late, or deep inside a GPU kernel."""
-    seqlen = tokens.shape[1]
-    if tokens.shape[0] == 0:
-        raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
-    config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < seqlen:
-        raise ValueError(f"windows of {seqlen:,} tokens, but the model has {positions:,} positions: use seqlen={positions}")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
-        bad = int(tokens.max()) if int(tokens.max()) >= vocabulary else int(tokens.min())
-        raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?")
+def check_perplexity(
+    *, seqlen: Any = DEFAULT_SEQLEN, bos: Any = "auto", batch_size: Any = 1, autocast: Any = None, max_windows: Any = None
+) -> None:
+    """ValueError for a bad argument of `perplexity`."""
+    for name, number in (("batch_size", batch_size), ("max_windows", max_windows)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+    if autocast is not None:
+        as_dtype(autocast)
+    check_cut(seqlen, bos)
 
 
 @torch.inference_mode()

@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 PROGRESS = "qprecon_progress"
-_FINGERPRINT = "fingerprint.json"
+_FINGERPRINT, _LOCK = "fingerprint.json", "lock"
 
 
 class Journal:
@@ -26,15 +31,21 @@ class Journal:
     def __init__(self, folder: Path):
         self.folder = folder
         self.progress = folder / PROGRESS
+        self._lock: Any = None
 
     @staticmethod
     def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool) -> Journal:
-        """Take up the run in `folder`, or begin it. ValueError, with the differences, if another run was left there."""
+        """Take up the run in `folder`, or begin it.
+
+        ValueError, with the differences, if another run was left there; BlockingIOError if one is writing there now.
+        """
         journal = Journal(folder)
+        journal._claim()
         if not resume:
-            shutil.rmtree(folder, ignore_errors=True)
+            journal._clear()
         known = journal._read(_FINGERPRINT)
         if known is not None and (differing := _differences(known, fingerprint)):
+            journal.close()
             raise ValueError(
                 f"an unfinished run in {folder} cannot be continued, it was started with other settings: {'; '.join(differing)}. "
                 "Repeat its settings, or start over with resume=False (--no-resume)"
@@ -43,6 +54,34 @@ class Journal:
         if known is None:
             journal._write_json(_FINGERPRINT, dict(fingerprint))
         return journal
+
+    def _claim(self) -> None:
+        """Keep other processes out, for as long as this object or its process lives."""
+        if fcntl is None:
+            return
+        self.progress.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.progress / _LOCK, "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise BlockingIOError(f"another process is writing to {self.folder}: wait for it, or choose another output") from error
+        except OSError:  # a file system without locks
+            pass
+
+    def close(self) -> None:
+        """Let other processes in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _clear(self) -> None:
+        """Forget what an earlier run left; the lock stays."""
+        for entry in (*self.progress.glob("*"), *self.folder.glob("*"), *self.folder.glob(".*")):
+            if entry.is_dir() and entry != self.progress:
+                shutil.rmtree(entry)
+            elif entry.is_file() and entry.name != _LOCK:
+                entry.unlink()
 
     def entry(self, key: str) -> dict[str, Any] | None:
         """What is known of a finished shard."""
@@ -70,6 +109,7 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write(temporary)
+        temporary.chmod(0o666 & ~current_umask())  # safetensors makes its files private
         _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
@@ -78,6 +118,13 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         raise OSError(
             f"cannot write {path} ({error}). Blocks finished before are kept in {path.parent}: make room and run the same again"
         ) from error
+
+
+def current_umask() -> int:
+    """Of the process; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _sync(path: Path) -> None:

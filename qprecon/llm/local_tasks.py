@@ -41,7 +41,7 @@ def local_task(name: str, data_dir: str | Path, limit: int | None = None) -> Any
     from lm_eval.api.task import ConfigurableTask
 
     task = LOCAL_TASKS[name]
-    rows = _first(_read(_find(name, task, Path(data_dir)), task), task, limit)
+    rows = _first(_read(local_file(name, data_dir), task), task, limit)
     documents = Dataset.from_list([task.prepare(row) for row in rows])
     metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
     config = {
@@ -55,8 +55,10 @@ def local_task(name: str, data_dir: str | Path, limit: int | None = None) -> Any
     return ConfigurableTask(config=config)
 
 
-def _find(name: str, task: LocalTask, folder: Path) -> Path:
-    names = [f"{stem}{suffix}" for stem in task.files for suffix in (".jsonl.gz", ".jsonl")]
+def local_file(name: str, data_dir: str | Path) -> Path:
+    """The file of a task in `data_dir`; FileNotFoundError with the names that would do."""
+    folder = Path(data_dir)
+    names = [f"{stem}{suffix}" for stem in LOCAL_TASKS[name].files for suffix in (".jsonl.gz", ".jsonl")]
     for candidate in names:
         if (folder / candidate).is_file():
             return folder / candidate

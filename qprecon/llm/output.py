@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qprecon.llm.journal import PROGRESS
+from qprecon.llm.journal import PROGRESS, current_umask
 from qprecon.llm.report import PruneReport
 
 REPORT_NAME = "qprecon_report.json"
@@ -60,7 +60,7 @@ def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any 
     try:
         model.save_pretrained(partial)
         _explain(partial, report, tokenizer)
-        partial.chmod(0o777 & ~_umask())  # mkdtemp's folders are private
+        partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
         _put(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -110,12 +110,6 @@ def _put(partial: Path, out: Path) -> None:
         shutil.rmtree(old)
     else:
         os.replace(partial, out)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def model_card(report: PruneReport) -> str:

@@ -19,6 +19,7 @@ from qprecon.llm.masks.given import load_masks
 from qprecon.llm.method import UPDATES, Method
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.targets import as_patterns, check_patterns, matches
+from qprecon.llm.windows import check_windows
 
 PROPAGATE = ("pruned", "dense")
 
@@ -205,7 +206,7 @@ def calibration_samples(
     if any(window.is_floating_point() or window.dtype == torch.bool for window in windows):
         raise TypeError("calibration: token windows must be integer tensors")
     windows = [window.to(torch.int64) for window in windows]
-    _check_windows(model, windows)
+    check_windows(model, windows)
     return windows
 
 
@@ -219,17 +220,3 @@ def windows_together(model: nn.Module, windows: Sequence[torch.Tensor], device: 
     longest = max(window.numel() for window in windows)
     width = model.get_input_embeddings().embedding_dim
     return int(min(max(_PASS // (longest * width), 1), 16))
-
-
-def _check_windows(model: nn.Module, windows: Sequence[torch.Tensor]) -> None:
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    positions, longest = getattr(config, "max_position_embeddings", None), max(w.numel() for w in windows)
-    if isinstance(positions, int) and 0 < positions < longest:
-        raise ValueError(f"windows of {longest} tokens, but the model has {positions} positions: use seqlen={positions}")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    low, high = min(int(w.min()) for w in windows), max(int(w.max()) for w in windows)
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"token number {high if high >= vocabulary else low} is outside the model's vocabulary of {vocabulary}: is "
-            "the tokenizer its own?"
-        )

@@ -159,6 +159,7 @@ class DiskBlocks:
         """End the threads; blocks that are finished are still written."""
         self.reader.shutdown(cancel_futures=True)
         self.writer.shutdown()
+        self.journal.close()
 
     def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
         """Zeros and number of all parameters, tied ones once."""

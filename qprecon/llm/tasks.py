@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qprecon.llm.loading import load_causal_lm
-from qprecon.llm.local_tasks import LOCAL_TASKS, local_task
+from qprecon.llm.local_tasks import LOCAL_TASKS, local_file, local_task
 from qprecon.llm.progress import progress_mode
 
 PAPER_TASKS = ("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
@@ -91,6 +91,18 @@ class TaskScores:
         return "\n".join([*table, *words, f"zero-shot, in %, {part}, {self.source}, {self.seconds:.0f} s"])
 
 
+def check_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None) -> list[str]:
+    """The tasks' names; ImportError, ValueError and FileNotFoundError as `evaluate_tasks` raises them."""
+    _need_lm_eval()
+    names = _names(tasks, local=data_dir is not None)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"limit must be a whole number of at least 1, got {limit!r}")
+    if data_dir is not None:
+        for name in names:
+            local_file(name, data_dir)
+    return names
+
+
 def evaluate_tasks(
     model: Any,
     tasks: str | Sequence[str],
@@ -118,10 +130,7 @@ def evaluate_tasks(
         ImportError: lm-eval is missing. ValueError: an unknown task, no tokenizer, a bad limit. FileNotFoundError,
         ValueError: a local file that is missing or has bad rows; all before the model is loaded.
     """
-    _need_lm_eval()
-    names = _names(tasks, local=data_dir is not None)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"limit must be a whole number of at least 1, got {limit!r}")
+    names = check_tasks(tasks, data_dir=data_dir, limit=limit)
     bar = progress_mode(progress) == "bar"
     started = time.perf_counter()
     with _quiet(hide_bars=not bar):

@@ -56,10 +56,7 @@ def cut_windows(
         TypeError: `source` is of another kind. ValueError: a bad `seqlen` or `bos`, text without a tokenizer, or
         "each" with a tokenizer that has no BOS.
     """
-    if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 2:
-        raise ValueError(f"seqlen must be a whole number of at least 2 tokens, got {seqlen!r}")
-    if bos not in BOS_POLICIES:
-        raise ValueError(f"bos must be one of {', '.join(BOS_POLICIES)}, got {bos!r}")
+    check_cut(seqlen, bos)
     documents = _documents(source)
     is_text = bool(documents) and isinstance(documents[0], str)
     policy = resolve_bos(bos, tokenizer) if is_text or bos != "auto" else "none"
@@ -73,6 +70,30 @@ def cut_windows(
     if policy == "each":
         tokens = _with_bos(tokens, tokenizer.bos_token_id)
     return TokenWindows(tokens, policy, len(documents), sum(len(stream) for stream in streams))
+
+
+def check_cut(seqlen: Any, bos: Any) -> None:
+    """ValueError for a bad `seqlen` or `bos`."""
+    if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 2:
+        raise ValueError(f"seqlen must be a whole number of at least 2 tokens, got {seqlen!r}")
+    if bos not in BOS_POLICIES:
+        raise ValueError(f"bos must be one of {', '.join(BOS_POLICIES)}, got {bos!r}")
+
+
+def check_windows(model: Any, windows: Sequence[torch.Tensor]) -> None:
+    """ValueError for windows longer than the model's positions and tokens outside its vocabulary.
+
+    Both would fail late, or deep inside a GPU kernel.
+    """
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    positions, longest = getattr(config, "max_position_embeddings", None), max(window.numel() for window in windows)
+    if isinstance(positions, int) and 0 < positions < longest:
+        raise ValueError(f"windows of {longest:,} tokens, but the model has {positions:,} positions: use seqlen={positions}")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    low, high = min(int(w.min()) for w in windows), max(int(w.max()) for w in windows)
+    if low < 0 or high >= vocabulary:
+        bad = high if high >= vocabulary else low
+        raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?")
 
 
 def resolve_bos(policy: str, tokenizer: Any) -> str:

@@ -91,5 +91,6 @@ def exempt(backend: str, family: str, dtype: str) -> Exempt | None:
 
 def table() -> str:
     """The exceptions as a Markdown table, for the documentation."""
-    rows = [f"| {e.backend} | {e.family} | {e.dtype} | {', '.join(e.status)} | {e.reason} |" for e in EXCEPTIONS]
+    name = lambda pattern: "any" if pattern == "*" else pattern  # noqa: E731
+    rows = [f"| {name(e.backend)} | {name(e.family)} | {name(e.dtype)} | {', '.join(e.status)} | {e.reason} |" for e in EXCEPTIONS]
     return "\n".join(["| backend | family | dtype | status | reason |", "| --- | --- | --- | --- | --- |", *rows])

@@ -35,6 +35,28 @@ def test_pcg_at_odd_widths(width):
     _same_optimum(solution, h_NN, w_NK, mask_NK)
 
 
+def test_auto_factors_small_layers_and_iterates_on_large_ones():
+    for n, k, expected in ((200, 40, "cholesky"), (600, 700, "pcg")):
+        h_NN, w_NK, mask_NK = _problem(n=n, k=k)
+        solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), damping=0.01)
+        assert solution.provenance.backend == expected
+        _same_optimum(solution, h_NN, w_NK, mask_NK)
+
+
+@pytest.mark.parametrize("n, rank, k", [(600, 32, 128), (515, 17, 64)])
+def test_tall_factors_in_pieces(n, rank, k):
+    """As exact as float32 products, whatever the scales of the columns."""
+    from qprecon.backends._factor import FactorInPieces
+
+    torch.manual_seed(0)
+    factor_Nr = torch.randn(n, rank, device="cuda") * torch.logspace(0, 4, rank, device="cuda")
+    x_NK = torch.randn(n, k, device="cuda") * torch.logspace(-8, 8, k, device="cuda")
+    t_rK = torch.randn(rank, k, device="cuda") * torch.logspace(-8, 8, k, device="cuda")
+    factor, wide_Nr = FactorInPieces(factor_Nr), factor_Nr.double()
+    for found, left, right in ((factor.project(x_NK), wide_Nr.T, x_NK.double()), (factor.expand(t_rK), wide_Nr, t_rK.double())):
+        assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
+
+
 def test_pcg_of_transposed_views():
     """Linear.weight.T is no C-ordered array; the kernels take only those."""
     h_NN, w_NK, mask_NK = _problem()

@@ -188,7 +188,7 @@ def test_bad_calibration():
         samples_of(model, tokens(5).flatten(), nsamples=256)
     with pytest.raises(ValueError, match="windows of 65 tokens, but the model has 64 positions: use seqlen=64"):
         samples_of(model, tokens(2, 65))
-    with pytest.raises(ValueError, match="token number 97 is outside the model's vocabulary of 97"):
+    with pytest.raises(ValueError, match="token id 97 is outside the model's vocabulary of 97"):
         samples_of(model, torch.tensor([[3, 97, 4]]))
     with pytest.raises(TypeError, match="integer"):
         samples_of(model, torch.rand(2, 8))

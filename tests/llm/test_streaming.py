@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qprecon.llm import journal, pipeline, prune_model, sources
+from qprecon.llm import journal, output, pipeline, prune_model, sources
 from qprecon.llm.checkpoint import NotStreamable, open_shards, skeleton
 from qprecon.llm.loading import load_causal_lm
 
@@ -79,6 +79,28 @@ def test_never_more_than_two_blocks_are_in_memory(tmp_path, monkeypatch):
     prune(folder, tmp_path / "out")
     assert len(held) == 1 + 3 and max(held) == 1  # embeddings with the probed block, then three blocks
     assert most[1:] == [most[1]] * 3 and most[1] == sum(p.numel() for p in build("llama").model.layers[0].parameters())
+
+
+def test_files_can_be_read_by_others(tmp_path):
+    prune(saved(tmp_path / "dense"), tmp_path / "out")
+    expected = 0o666 & ~journal.current_umask()
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()} == {
+        path.name: oct(expected) for path in (tmp_path / "out").iterdir()
+    }
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_runs_never_write_to_one_folder(resume, tmp_path):
+    folder, out = saved(tmp_path / "dense"), tmp_path / "out"
+    other = journal.Journal.begin(output.partial_folder(out), {"of": "another process"}, resume=True)
+    with pytest.raises(BlockingIOError, match="another process is writing"):
+        prune(folder, out, resume=resume)
+    assert other.entry("fingerprint") == {"of": "another process"}  # and nothing of it was removed
+    other.close()
+    with pytest.raises(ValueError, match="other settings"):
+        prune(folder, out)
+    prune(folder, out, resume=False)
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_why_a_folder_cannot_be_streamed(tmp_path):

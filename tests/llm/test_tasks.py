@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qprecon import cli
+from qprecon.llm import assessment
 from qprecon.llm.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
 from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _names, evaluate_tasks
 
@@ -213,6 +214,22 @@ def test_a_bad_file_is_named_before_the_model_is_loaded(tmp_path, file, text, cu
     (tmp_path / file).write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=culprit):
         evaluate_tasks("./no such model", "piqa", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("arguments, culprit", [
+    ({"text": "builtin", "perplexity_options": {"seqlen": 1}}, "seqlen"),
+    ({"text": "builtin", "perplexity_options": {"bos": "two"}}, "bos"),
+    ({"text": "builtin", "perplexity_options": {"autocast": "int4"}}, "int4"),
+    ({"text": "builtin", "batch_size": 0}, "batch_size"),
+    ({"text": "builtin", "perplexity_options": {"max_windows": 0}}, "max_windows"),
+    ({"tasks": "piqa", "task_options": {"limit": 0}}, "limit"),
+    ({"tasks": "pika", "task_options": {"data_dir": "."}}, "did you mean 'piqa'"),
+    ({"tasks": "piqa", "task_options": {"data_dir": "nowhere"}}, "nowhere"),
+])  # fmt: skip
+def test_bad_arguments_are_found_before_the_model_is_loaded(monkeypatch, arguments, culprit):
+    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises((ValueError, FileNotFoundError), match=culprit):
+        evaluate("some/model", **arguments)
 
 
 def test_unknown_tasks_and_missing_arguments(data, model, tmp_path):
