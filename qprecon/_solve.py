@@ -10,7 +10,7 @@ from ._chunks import out_of_memory
 from .audit import Certificate, certificate
 from .errors import BackendBrokenError, UnsupportedError
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
-from .linalg import exact_float32
+from .linalg import exact_float32, fitting_threads
 from .normalise import layer_scaling
 from .problem import ColumnQP, as_number
 from .solution import Provenance, Solution, Timing
@@ -81,7 +81,7 @@ def solve(
     _check_capabilities(loaded.record, problem, dtype)
     warm_NK = _check_warm_start(warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
-    with exact_float32():
+    with exact_float32(), fitting_threads(*problem.weights_NK.shape, problem.place.library):
         setup = _set_up(problem, loaded, dtype)
         deadline = None if time_limit is None else started + time_limit
         limits = _columns.Limits(tol, max_iterations, deadline)

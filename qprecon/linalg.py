@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import scipy.linalg
 
 from .interop import Array, kind_of, namespace
+
+_ONE_THREAD = 1e8  # N²K, the multiplications of one product with H
 
 
 def cholesky(a_NN: Array) -> Array | None:
@@ -73,6 +77,27 @@ def column_norms(a_NK: Array, order: float = 2) -> Array:
 def take_columns(a_NK: Array, index: Array) -> Array:
     """Some columns, row by row in memory: numpy's own ``a[:, index]`` comes out column by column, which slows what follows."""
     return a_NK[:, index] if kind_of(a_NK) == "torch" else np.take(a_NK, index, axis=1)
+
+
+@contextlib.contextmanager
+def fitting_threads(n: int, k: int, library: str) -> Iterator[None]:
+    """One thread for the BLAS of a small numpy problem, N inputs by K outputs.
+
+    numpy and scipy bring a BLAS each, and for a while after a product the idle threads of the one spin in the way of the other's:
+    on two cores a layer of 128 x 128 took six times as long with two threads, one of 576 x 576 as long with one as with two.
+    """
+    if library != "numpy" or n * n * k > _ONE_THREAD:
+        yield
+        return
+    with _blas().limit(limits=1, user_api="blas"):
+        yield
+
+
+@functools.cache
+def _blas() -> Any:
+    import threadpoolctl
+
+    return threadpoolctl.ThreadpoolController()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,33 @@
+"""The core's dense kernels, where their behaviour is not that of the library beneath."""
+
+import numpy as np
+import pytest
+import threadpoolctl
+
+from qprecon.linalg import column_norms, fitting_threads
+
+
+def blas_threads():
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+
+@pytest.mark.parametrize(
+    "shape, library, one", [((128, 128), "numpy", True), ((2048, 512), "numpy", False), ((128, 128), "torch", False)]
+)
+def test_small_numpy_problems_take_one_thread(shape, library, one):
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        with fitting_threads(*shape, library):
+            assert blas_threads() and all((count == 1) == one for count in blas_threads())
+        assert all(count == 2 for count in blas_threads())
+
+
+def test_column_norms_of_both_libraries():
+    torch = pytest.importorskip("torch")
+    a_NK = np.random.default_rng(0).standard_normal((7, 3))
+    for order in (2, np.inf):
+        expected = np.linalg.norm(a_NK, order, axis=0)
+        np.testing.assert_allclose(column_norms(a_NK, order), expected)
+        np.testing.assert_allclose(column_norms(torch.as_tensor(a_NK), order).numpy(), expected)
+    a_NK[2, 1] = np.nan
+    for x in (a_NK, torch.as_tensor(a_NK)):
+        assert np.isnan(np.asarray(column_norms(x, np.inf))).tolist() == [False, True, False]
