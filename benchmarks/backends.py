@@ -16,6 +16,7 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -225,8 +226,8 @@ def cannot(backend: str, case: Case) -> str | None:
 
 def too_slow(case: Case, backend: str, setting: str, results: Results, device: str) -> str | None:
     """Whether a smaller problem of the same series ran into the limit at this setting."""
-    for smaller in cases(device):
-        if smaller.series == case.series and smaller.name != case.name:
+    for smaller in itertools.takewhile(lambda other: other.name != case.name, cases(device)):
+        if smaller.series == case.series:
             row = results.get(smaller.name, backend, setting)
             if row and row.get("note") and "time limit" in row["note"]:
                 return f"not run: over the time limit on {smaller.name}"

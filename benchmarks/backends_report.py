@@ -30,6 +30,7 @@ SMALLEST, WORST = 1e-9, 10.0  # gaps below are drawn at SMALLEST; those above ar
 
 def write(rows: list[Row]) -> None:
     """Table and figure."""
+    rows = sorted(rows, key=lambda row: ("bounds" in row["problem"], "easy" not in row["problem"], row["n"], row["problem"]))
     TABLE.write_text(table(rows))
     figure(rows)
     print(f"wrote {TABLE.name} and {FIGURE.name}.svg, .png")
@@ -161,6 +162,9 @@ def _matches(problem: str, shown: str) -> bool:
 
 def _panel(axis: Any, rows: list[Row]) -> None:
     """One problem: a line for each backend through the settings; a dotted tail to the right is its compilation."""
+    if not rows:  # not measured on this device
+        axis.set_axis_off()
+        return
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_ylim(SMALLEST / 4, 2.0 * WORST)
@@ -182,13 +186,12 @@ def _panel(axis: Any, rows: list[Row]) -> None:
         if row["backend"] == "auto" and certified(row):
             y = max(row["relative_gap"], SMALLEST)
             axis.plot(row["seconds"], y, marker="o", markersize=12, markerfacecolor="none", markeredgewidth=1.3, color=INK)
-    if rows:
-        kappa = f"{rows[0]['kappa']:.0e}".replace("e+0", "e")
-        shape = "" if "x" in rows[0]["problem"] else f"{rows[0]['n']}x{rows[0]['k']}, "
-        axis.set_title(f"{rows[0]['problem']}\n{shape}κ {kappa}", fontsize=9)
-        if never := _unanswered(rows):
-            place = {"transform": axis.transAxes, "ha": "right", "va": "top"}
-            axis.text(0.98, 0.98, f"not certified in time:\n{', '.join(never)}", **place, fontsize=7.5)
+    kappa = f"{rows[0]['kappa']:.0e}".replace("e+0", "e")
+    shape = "" if "x" in rows[0]["problem"] else f"{rows[0]['n']}x{rows[0]['k']}, "
+    axis.set_title(f"{rows[0]['problem']}\n{shape}κ {kappa}", fontsize=9)
+    if never := _unanswered(rows):
+        place = {"transform": axis.transAxes, "ha": "right", "va": "top"}
+        axis.text(0.98, 0.98, f"not certified in time:\n{', '.join(never)}", **place, fontsize=7.5)
     axis.patch.set_alpha(0.0)
     axis.spines[["top", "right"]].set_visible(False)
 

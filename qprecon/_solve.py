@@ -81,7 +81,7 @@ def solve(
     _check_capabilities(loaded.record, problem, dtype)
     warm_NK = _check_warm_start(warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
-    with exact_float32(), fitting_threads(*problem.weights_NK.shape, problem.place.library):
+    with exact_float32(), fitting_threads(problem.n_inputs, problem.n_columns, problem.place.library):
         setup = _set_up(problem, loaded, dtype)
         deadline = None if time_limit is None else started + time_limit
         limits = _columns.Limits(tol, max_iterations, deadline)
