@@ -67,7 +67,8 @@ def layers() -> str:
         return f"{row['seconds']:.3g} s{marks}, {gap}"
 
     body = [[method, *(cell(problem, method) for problem in problems)] for method in METHODS]
-    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. \\* some columns timed, scaled to all; – not run."
+    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. – not run. "
+    note += "\\* some columns timed, of this layer or of one with the same H, scaled to all; the gap is theirs."
     note += f" † an earlier run on another card of the kind, {', '.join(sorted(earlier))}." if earlier else ""
     return table(["method", *problems], body) + "\n\n" + note
 

@@ -74,10 +74,13 @@ class ColumnScaling:
 
 
 def layer_scaling(kind: str, damped_NN: Array) -> Scaling:
-    """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none"."""
+    """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none". ValueError for an H below the dtype's normal numbers."""
     diagonal_N = to_numpy(cast(damped_NN.diagonal(), "float64"))
     live_N = diagonal_N > 0
     mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() and kind != "none" else 1.0
+    dtype = dtype_name(damped_NN)
+    if mean < np.finfo(dtype).tiny:
+        raise ValueError(f"H is too small for {dtype}: its mean diagonal is about {mean:.1e}; scale it up")
     input_N = np.ones_like(diagonal_N)
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))

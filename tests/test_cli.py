@@ -185,7 +185,7 @@ def test_without_calib_and_datasets_it_says_what_to_give(folder, tmp_path, capsy
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert cli.main(["prune", str(folder / "model"), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert "pip install datasets" in error and "builtin" in error and "text file" in error
+    assert "pip install 'qprecon[eval]'" in error and "builtin" in error and "text file" in error
 
 
 def test_sparsity_and_pattern_exclude_each_other(capsys):

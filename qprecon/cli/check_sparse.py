@@ -23,9 +23,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, and print a line a shape."""
+    from qprecon.llm.sparse_check import check_sparse  # isort: skip - it says what is missing, torch among it
     import torch
-
-    from qprecon.llm.sparse_check import check_sparse
 
     if not torch.cuda.is_available():
         print("not checked: torch's semi-structured sparse kernels need an NVIDIA GPU, and there is none here", file=sys.stderr)

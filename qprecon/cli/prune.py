@@ -57,9 +57,14 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     return parser
 
 
+def _share(text: str) -> float | str:
+    """A number, or a percentage as it is."""
+    return text if text.strip().endswith("%") else float(text)
+
+
 def _add_method(parser: argparse.ArgumentParser) -> None:
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--sparsity", type=float, help="share of zeros in each output's weights (default 0.5)")
+    amount.add_argument("--sparsity", type=_share, help="share of zeros in each output's weights, 0.5 or 50%% (default 0.5)")
     amount.add_argument(
         "--pattern",
         metavar="N:M",

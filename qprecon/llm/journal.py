@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class Journal:
         self.folder = folder
         self.progress = folder / PROGRESS
         self._lock: Any = None
+        self.damaged: list[str] = []  # files of an earlier run that are not what it wrote
+        self._sound: set[str] = set()  # entries whose files were checked, or written by this process
 
     @staticmethod
     def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool) -> Journal:
@@ -84,8 +87,16 @@ class Journal:
                 entry.unlink()
 
     def entry(self, key: str) -> dict[str, Any] | None:
-        """What is known of a finished shard."""
-        return self._read(f"{key}.json")
+        """What is known of a finished shard; None, and the entry is forgotten, where its file is not what was written."""
+        found = self._read(f"{key}.json")
+        if found is not None and key not in self._sound:
+            path = self.folder / found["file"]
+            if not path.is_file() or checksum(path) != found["checksum"]:
+                self.damaged.append(found["file"])
+                (self.progress / f"{key}.json").unlink()
+                return None
+            self._sound.add(key)
+        return found
 
     def write_shard(self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
         """Write a shard and then its entry."""
@@ -93,7 +104,9 @@ class Journal:
 
         write_atomically(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._write_json(f"{key}.json", {"file": file, "names": list(tensors), "bytes": size, **facts})
+        known = {"file": file, "names": list(tensors), "bytes": size, "checksum": checksum(self.folder / file)}
+        self._write_json(f"{key}.json", {**known, **facts})
+        self._sound.add(key)
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.progress / name
@@ -118,6 +131,15 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         raise OSError(
             f"cannot write {path} ({error}). Blocks finished before are kept in {path.parent}: make room and run the same again"
         ) from error
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(2**23):
+            value = zlib.crc32(part, value)
+    return value
 
 
 def current_umask() -> int:

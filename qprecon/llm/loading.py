@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,9 @@ def load_causal_lm(
     # The keyword was torch_dtype before transformers 4.56.
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     keyword = "dtype" if version >= (4, 56) else "torch_dtype"
-    loaded = AutoModelForCausalLM.from_pretrained(str(model), **{keyword: dtype}).to(target).eval()
+    with _named(model):
+        loaded = AutoModelForCausalLM.from_pretrained(str(model), **{keyword: dtype})
+    loaded = loaded.to(target).eval()
     return loaded, load_tokenizer(model)
 
 
@@ -74,7 +78,19 @@ def model_folder(model: str | Path) -> Path:
         return Path(model).expanduser()
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]))
+    with _named(model):
+        return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]))
+
+
+@contextmanager
+def _named(model: str | Path) -> Iterator[None]:
+    """An error of the hub or the network says first that there is no such folder."""
+    try:
+        yield
+    except Exception as error:  # the hub's library raises classes of several others
+        if Path(model).expanduser().is_dir():
+            raise
+        raise OSError(f"there is no folder {str(model)!r} here, and as a name on the hub it cannot be had: {error}") from error
 
 
 def as_dtype(name: str | torch.dtype) -> torch.dtype:

@@ -39,7 +39,7 @@ def prune_model(
     model: nn.Module | str | Path,
     calibration: Any,
     *,
-    sparsity: float = 0.5,
+    sparsity: float | str = 0.5,
     pattern: str | float | Pattern | Mapping[str, str | float | Pattern] | None = None,
     mask: str = "wanda",
     update: str = "optimal",
@@ -73,7 +73,7 @@ def prune_model(
         calibration: windows of token numbers, (S, T) or a list, used as they are; or text, or one long tensor of
             tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
-            patterns to patterns (layers that match none stay dense). `pattern` goes before `sparsity`.
+            patterns to patterns (layers that match none stay dense). One of the two, not both.
         mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
         update: "optimal" solves for the kept weights; "none" keeps them; "own" takes the selector's; "adam" uses Adam.
         backend, damping, tol, solve_options: as in `qprecon.solve`.
@@ -104,6 +104,8 @@ def prune_model(
         if out is not None:
             check_output(out)
         device = choose_device(device)
+        if pattern is not None and sparsity != _SPARSITY:
+            raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
         pattern = sparsity if pattern is None else pattern
         settings |= {"pattern": _described(pattern), "device": str(device)}
         found = _resolve_model(model, tokenizer, out, dtype, mask, notes)
@@ -177,6 +179,7 @@ def _prune_blocks(
     return rows, inputs.store
 
 
+_SPARSITY = 0.5  # the default, beside which a pattern may stand
 _UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity", "resume")
 
 
@@ -235,6 +238,7 @@ def _open_source(
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
     source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, clock)
+    notes += [f"{file} of the earlier run is damaged and is made again" for file in journal.damaged]
     if source.finished:
         notes.append(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
     return source

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.blocks import Block
+from qprecon.llm.blocks import Block, check_weights
 from qprecon.llm.capture import BlockInputs, capture_inputs, firsts
 from qprecon.llm.checkpoint import Shards, stored_names
 from qprecon.llm.clock import Clock
@@ -32,6 +32,8 @@ class MemoryBlocks:
 
     def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, clock: Clock):
         self.model, self.blocks, self.device, self.clock = model, blocks, device, clock
+        for block in blocks:  # all of them before the first is changed
+            check_weights(block)
 
     def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
         together = windows_together(self.model, samples, self.device)
@@ -134,6 +136,7 @@ class DiskBlocks:
         for part in module.modules():  # buffers that no file holds
             part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
         try:
+            check_weights(self.blocks[index])
             yield module
         finally:
             _empty(module)

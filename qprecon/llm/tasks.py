@@ -222,8 +222,8 @@ def _names(tasks: str | Sequence[str], local: bool) -> list[str]:
     unknown = [name for name in names if local and name not in LOCAL_TASKS]
     if unknown:
         near = difflib.get_close_matches(unknown[0], LOCAL_TASKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown task {unknown[0]!r}{hint} From local files: {', '.join(LOCAL_TASKS)}")
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"unknown task {unknown[0]!r}{hint}. From local files: {', '.join(LOCAL_TASKS)}")
     return names
 
 

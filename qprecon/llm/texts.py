@@ -134,7 +134,7 @@ def _hub_texts(name: str, documents: int) -> list[str]:
         if error.name != "datasets":
             raise
         raise ModuleNotFoundError(
-            f"{name!r} is no file here, and data sets need the `datasets` library (pip install datasets); or {instead}",
+            f"{name!r} is no file here, and data sets need the `datasets` library (pip install 'qprecon[eval]'); or {instead}",
             name="datasets",
         ) from error
     path, arguments = _HUB_ALIASES.get(name, (name, {}))

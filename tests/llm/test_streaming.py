@@ -1,5 +1,6 @@
 """From disk to disk, block by block: the same weights as in memory, whatever happens on the way."""
 
+import json
 import os
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def test_two_runs_never_write_to_one_folder(resume, tmp_path):
     other = journal.Journal.begin(output.partial_folder(out), {"of": "another process"}, resume=True)
     with pytest.raises(BlockingIOError, match="another process is writing"):
         prune(folder, out, resume=resume)
-    assert other.entry("fingerprint") == {"of": "another process"}  # and nothing of it was removed
+    assert json.loads((other.progress / "fingerprint.json").read_text()) == {"of": "another process"}  # nothing was removed
     other.close()
     with pytest.raises(ValueError, match="other settings"):
         prune(folder, out)
@@ -265,3 +266,52 @@ def test_killed_at_twenty_random_moments(tmp_path):
     assert len(result.stdout.strip("[]\n").split(",")) > 1, "every kill found the run in the same state"
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
     assert not list(tmp_path.glob(".out*"))
+
+
+def interrupted(folder, out, monkeypatch):
+    for _ in stopped_after(monkeypatch, 1):
+        with pytest.raises(Stop):
+            prune(folder, out)
+    return output.partial_folder(out)
+
+
+def test_other_weights_of_the_same_shapes_are_another_model(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    interrupted(folder, tmp_path / "out", monkeypatch)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    for parameter in model.parameters():
+        parameter.data *= 1.5
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match="model files was"):
+        prune(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["overwrite", "truncate", "remove"])
+def test_a_damaged_block_is_made_again(damage, tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    prune(folder, tmp_path / "whole")
+    shard = interrupted(folder, tmp_path / "out", monkeypatch) / "model-00002-of-00004.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100:-50] = bytes(50)
+    shard.write_bytes(content if damage == "overwrite" else content[:1000])
+    if damage == "remove":
+        shard.unlink()
+    report = prune(folder, tmp_path / "out")
+    assert any("model-00002-of-00004.safetensors of the earlier run is damaged" in note for note in report.warnings)
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_weights_that_are_not_finite_are_named(where, tmp_path):
+    model = build("llama").to(torch.bfloat16)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    model.save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds weights that are not finite"):
+        prune(model) if where == "memory" else prune(tmp_path / "dense", tmp_path / "out")
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+def test_sparsity_and_pattern_say_one_thing():
+    with pytest.raises(ValueError, match="say two things"):
+        prune_model(build("llama"), tokens(4), sparsity=0.9, pattern="2:4", progress=False)
