@@ -1,4 +1,7 @@
-"""How a long run tells where it is: a bar with the time left, JSON lines for logs, or nothing. All on stderr."""
+"""How a long run tells where it is: a bar with the time left, JSON lines for logs, or nothing. All on stderr.
+
+Where stderr is no terminal, plain lines take the bar's place.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,9 @@ def progress_bar(total: int, progress: bool | str, blocks: int | None = None) ->
         yield lambda stage, advance, **news: _print_line(state.took(stage, advance, **news))
     elif mode == "quiet" or not _has_rich():
         yield lambda stage, advance, **news: None
+    elif not sys.stderr.isatty():  # a bar would show up in a file when all is over
+        plain = _Plain()
+        yield lambda stage, advance, **news: plain(state.took(stage, advance, **news))
     else:
         with _rich_bar(total) as update:
             yield lambda stage, advance, **news: update(state.took(stage, advance, **news), advance)
@@ -77,6 +83,21 @@ class _State:
         facts["mean_error"] = sum(self.errors) / len(self.errors) if self.errors else None
         facts["gpu_gib"] = _gpu_gib()
         return facts
+
+
+@dataclass
+class _Plain:
+    """A line of text for every block, or where there are none for every tenth of the work."""
+
+    part: int = 0
+
+    def __call__(self, facts: dict[str, Any]) -> None:
+        part = facts["blocks_done"] if "blocks" in facts else 10 * facts["done"] // max(facts["total"], 1)
+        if part != self.part:
+            self.part = part
+            left = facts["seconds_left"]
+            words = [f"{facts['done']}/{facts['total']} in {facts['seconds']:.0f} s", f"{left:.0f} s left" if left is not None else ""]
+            print(", ".join(filter(None, [facts["stage"], *words, _news(facts)])), file=sys.stderr, flush=True)
 
 
 def _print_line(facts: dict[str, Any]) -> None:

@@ -54,3 +54,16 @@ def test_an_unknown_mode_is_refused_before_any_work():
         prune_model(build("llama"), tokens(2), progress="loud")
     with pytest.raises(ValueError, match="bar, json, quiet"):
         perplexity(build("llama"), tokens(2), seqlen=16, progress="loud")
+
+
+def test_without_a_terminal_there_are_plain_lines(capsys):
+    with progress_bar(4, True, blocks=2) as step:
+        step("a", 1)
+        step("a", 1, blocks=1, errors=[0.25])
+        step("b", 2, blocks=1)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("a, 2/4 in 0 s") and "block 1/2, error 0.25" in lines[0]
+    with progress_bar(100, "bar") as step:
+        for _ in range(100):
+            step("windows", 1)
+    assert len(capsys.readouterr().err.splitlines()) == 10
