@@ -95,9 +95,10 @@ class _Plain:
         part = facts["blocks_done"] if "blocks" in facts else 10 * facts["done"] // max(facts["total"], 1)
         if part != self.part:
             self.part = part
-            left = facts["seconds_left"]
-            words = [f"{facts['done']}/{facts['total']} in {facts['seconds']:.0f} s", f"{left:.0f} s left" if left is not None else ""]
-            print(", ".join(filter(None, [facts["stage"], *words, _news(facts)])), file=sys.stderr, flush=True)
+            words = [facts["stage"], f"{facts['done']}/{facts['total']} in {facts['seconds']:.0f} s"]
+            if facts["seconds_left"] is not None:
+                words.append(f"{facts['seconds_left']:.0f} s left")
+            print(", ".join(filter(None, [*words, _news(facts)])), file=sys.stderr, flush=True)
 
 
 def _print_line(facts: dict[str, Any]) -> None:
