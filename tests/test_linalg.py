@@ -1,5 +1,7 @@
 """The core's dense kernels, where their behaviour is not that of the library beneath."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import threadpoolctl
@@ -8,7 +10,9 @@ from qprecon.linalg import column_norms, fitting_threads
 
 
 def blas_threads():
-    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    """Of numpy's and scipy's own; other packages bring more."""
+    own = [pool for pool in threadpoolctl.threadpool_info() if {"numpy.libs", "scipy.libs"} & set(Path(pool["filepath"]).parts)]
+    return [pool["num_threads"] for pool in own]
 
 
 @pytest.mark.parametrize(
@@ -17,8 +21,8 @@ def blas_threads():
 def test_small_numpy_problems_take_one_thread(shape, library, one):
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         with fitting_threads(*shape, library):
-            assert blas_threads() and all((count == 1) == one for count in blas_threads())
-        assert all(count == 2 for count in blas_threads())
+            inside = blas_threads()
+        assert inside and set(inside) <= ({1} if one else {2}) and set(blas_threads()) <= {2}
 
 
 def test_column_norms_of_both_libraries():

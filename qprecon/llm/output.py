@@ -45,6 +45,8 @@ def check_output(out: str | Path) -> Path:
 
 def _ours(entry: Path) -> bool:
     """Whether a file of an earlier run's folder is of a kind that a run, an evaluation or a report writes there."""
+    if entry.name == PROGRESS:  # of a run that was killed between giving the folder its name and tidying up
+        return True
     return entry.is_file() and any(entry.match(pattern) for pattern in _OURS)
 
 

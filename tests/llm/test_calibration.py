@@ -182,7 +182,7 @@ def test_a_missing_file_and_a_missing_library_say_what_to_give(monkeypatch):
     with pytest.raises(FileNotFoundError, match="nowhere.txt"):
         load_texts("nowhere.txt")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install datasets.*text file.*builtin"):
+    with pytest.raises(ModuleNotFoundError, match="pip install 'qprecon\[eval\]'.*text file.*builtin"):
         load_texts("c4")
 
 

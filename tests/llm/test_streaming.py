@@ -268,6 +268,16 @@ def test_killed_at_twenty_random_moments(tmp_path):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_killed_before_tidying_up(tmp_path):
+    """The folder has its name, and what the run knew of itself is still in it."""
+    folder, out = saved(tmp_path / "dense"), tmp_path / "out"
+    prune(folder, out)
+    (out / journal.PROGRESS).mkdir()
+    (out / journal.PROGRESS / "block-00000.json").write_text("{}")
+    prune(folder, out)
+    assert not (out / journal.PROGRESS).exists()
+
+
 def interrupted(folder, out, monkeypatch):
     for _ in stopped_after(monkeypatch, 1):
         with pytest.raises(Stop):
