@@ -155,18 +155,21 @@ def _check_learnable(method: Method, plan: Plan) -> None:
     fused = [layer.view.name for layers in plan.layers for layer in layers if layer.view.expert is not None]
     if fused:
         raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
+    _check_options(method, get_selector(method.mask).learn, None, ())
+
+
+def _check_options(method: Method, function: Any, *arguments: Any) -> None:
+    signature = inspect.signature(function)
     try:
-        inspect.signature(get_selector(method.mask).learn).bind(None, (), **method.mask_options)
+        signature.bind(*arguments, **method.mask_options)
     except TypeError as error:
-        raise ValueError(f"mask {method.mask!r}: {error}") from error
+        names = [name for name, parameter in signature.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+        raise ValueError(f"mask {method.mask!r}: {error}; its options are {', '.join(names) or 'none'}") from error
 
 
 def _try_mask(method: Method, selector: Any, pattern: Pattern) -> None:
     """Options are refused by the selector itself; a layer of a few weights shows it in no time."""
-    try:
-        inspect.signature(selector.select).bind(None, pattern, **method.mask_options)
-    except TypeError as error:
-        raise ValueError(f"mask {method.mask!r}: {error}") from error
+    _check_options(method, selector.select, None, pattern)
     if selector.needs_hessian:
         n = 8 * (pattern.of or 1)
         weights_NK = torch.linspace(-1, 1, 4 * n).reshape(n, 4)

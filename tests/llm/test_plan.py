@@ -194,3 +194,8 @@ def test_bad_calibration():
         samples_of(model, torch.rand(2, 8))
     with pytest.raises(ValueError, match="no windows"):
         samples_of(model, torch.zeros(0, 8, dtype=torch.long))
+
+
+def test_an_unknown_mask_option_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"mask 'sparsegpt': .*'foo'; its options are block_size, damping"):
+        prune_model(build("llama"), tokens(2), mask="sparsegpt", mask_options={"foo": 1}, progress=False)
