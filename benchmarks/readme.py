@@ -90,7 +90,7 @@ def cpu() -> str:
     return table(["method", *problems], body) + "\n\n" + note
 
 
-PAPER = (  # as published: abstract and section on cost
+PAPER = (  # as published, in its abstract
     ["OPTIMA's paper, 8 B parameters", "rAPDHG, tolerance 1e-2", "40 h", "", "60 GB", "–"],
 )
 

@@ -1,6 +1,6 @@
 """H·P in the precision that pays.
 
-On a GPU H is split as FFᵀ + E: the few large eigenvalues, F(FᵀP), with float32's accuracy, and the small rest E·P in bfloat16
+On a GPU H is split as FFᵀ + E: the few large eigenvalues, F(FᵀP), nearly as in float32, and the small rest E·P in bfloat16
 with float32 accumulation. Without the split the rounding of the large part drowns the small one. The residual recurrence is then
 good to a relative gap of 1e-6 to 1e-5 on real layers; beyond that the core's audit restarts it from a float64 residual.
 """

@@ -13,6 +13,8 @@ from typing import Any
 from ..interop import Array, kind_of, namespace
 from ..linalg import column_dots, take_columns
 
+TRITON = importlib.util.find_spec("triton") is not None
+
 
 @dataclass(eq=False)
 class Scalars:
@@ -86,7 +88,7 @@ class Plain:
 def vectors(like_NK: Array, mask_NK: Array, tail: int = 0) -> Any:
     """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
     if kind_of(like_NK) == "torch" and like_NK.device.type == "cuda" and str(like_NK.dtype) == "torch.float32":
-        if importlib.util.find_spec("triton") is not None:
+        if TRITON:
             from ._triton import Fused
 
             return Fused(mask_NK.contiguous(), tail)

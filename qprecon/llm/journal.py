@@ -6,6 +6,7 @@ A shard counts once its entry exists, which is written after it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -142,8 +143,9 @@ def checksum(path: Path) -> int:
     return value
 
 
+@functools.cache
 def current_umask() -> int:
-    """Of the process; it can only be read by setting it."""
+    """Of the process. It can only be read by setting it, for all threads: once, and first before there are any."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

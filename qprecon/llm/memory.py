@@ -27,8 +27,7 @@ def fetched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     A copy to pageable memory goes through the driver piece by piece, and kernels that other threads launch wait for it.
     """
-    target = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return {name: stored(tensor, torch.device("cpu")) for name, tensor in target.items()}
+    return {name: stored(tensor.contiguous(), torch.device("cpu")) for name, tensor in tensors.items()}
 
 
 def choose_store(bytes_needed: int, device: torch.device) -> torch.device:
