@@ -1,10 +1,11 @@
 """Make the small real problems that the tests use: Gram matrices and weights of a few layers of a language model.
 
     python benchmarks/make_fixtures.py MODEL TEXT --prefix smollm2 --layer model.layers.0.self_attn.o_proj [--layer ...]
+    python benchmarks/make_fixtures.py MODEL TEXT --prefix smollm2 --layer ... --whole --out FOLDER   for benchmarks, not to commit
 
 MODEL is a transformers folder, TEXT a plain or gzipped text file. A layer's file holds the upper triangle of H = XᵀX (float32,
 row by row, accumulated in float64 over the tokens of all windows), ``columns`` evenly spaced columns of W (inputs by outputs) and
-what it was made from.
+what it was made from; with --whole all of H and W, uncompressed, as problems.py reads them.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ def accumulate(model: torch.nn.Module, layers: list[str], windows_BT: torch.Tens
     modules = dict(model.named_modules())
     handles = [modules[name].register_forward_pre_hook(hook(name)) for name in layers]
     with torch.no_grad():
-        for index, window_T in enumerate(windows_BT):
+        for index, window_T in enumerate(windows_BT.to(model.device)):
             model.model(input_ids=window_T[None], use_cache=False)  # the decoder only: logits are not needed
-            print(f"window {index + 1} of {len(windows_BT)}", flush=True)
+            print(f"\rwindow {index + 1} of {len(windows_BT)}", end="", flush=True)
+    print()
     for handle in handles:
         handle.remove()
-    return {name: gram.numpy() for name, gram in grams.items()}
+    return {name: gram.cpu().numpy() for name, gram in grams.items()}
 
 
 def main() -> None:
@@ -64,13 +66,21 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--columns", type=int, default=24)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--whole", action="store_true", help="all of H and W, for benchmarks")
     args = parser.parse_args()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval().to(args.device)
     grams = accumulate(model, args.layer, read_windows(tokenizer, args.text, args.windows, args.length))
     args.out.mkdir(parents=True, exist_ok=True)
     for name, h_NN in grams.items():
-        w_NK = model.get_submodule(name).weight.detach().T.numpy()
+        w_NK = model.get_submodule(name).weight.detach().T.cpu().numpy()
+        short = name.removeprefix("model.layers.").replace("self_attn.", "").replace("mlp.", "").replace(".", "_")
+        path = args.out / f"{args.prefix}_{short}.npz"
+        if args.whole:
+            np.savez(path, H=h_NN.astype(np.float32), W=np.ascontiguousarray(w_NK, dtype=np.float32))
+            print(f"{path}: {w_NK.shape}")
+            continue
         chosen_K = np.linspace(0, w_NK.shape[1] - 1, args.columns).round().astype(int)
         about = {
             "layer": name,
@@ -80,8 +90,6 @@ def main() -> None:
             "text_sha256": hashlib.sha256(args.text.read_bytes()).hexdigest(),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
-        short = name.removeprefix("model.layers.").replace("self_attn.", "").replace("mlp.", "").replace(".", "_")
-        path = args.out / f"{args.prefix}_{short}.npz"
         np.savez_compressed(
             path,
             hessian_upper=h_NN[np.triu_indices(len(h_NN))].astype(np.float32),

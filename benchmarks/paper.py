@@ -12,6 +12,9 @@ Texts (gzipped, in --texts): wiki.test.raw.gz, the WikiText-2 test rows; wikitex
 training part, already joined by blank lines; c4_train_first1000.jsonl.gz, C4 documents, which are joined by blank lines,
 since few are as long as a window.
 
+Rows of the group "accuracy" are scored on the paper's six tasks too, zero-shot through lm-eval from local files (--tasks FOLDER),
+in float32, with TF32 products on a GPU; without --tasks they are as any other row.
+
 ProxSparse learns from the same windows as the others calibrate on, three passes (384 steps; the paper takes 400 samples).
 Adam is the paper's grid of four learning rates, 20 steps each, on the Gram form of the squared error.
 """
@@ -27,16 +30,17 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 # The package of this checkout, installed or not; this file's own folder is there anyway.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paper_rows import DENSE, LEARNED, Row, chosen, reference
+from paper_rows import DENSE, LEARNED, SCORED, Row, chosen, reference
 
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration import calibration_windows
@@ -45,6 +49,7 @@ from qprecon.llm.loading import choose_device, load_causal_lm
 from qprecon.llm.masks import get_selector
 from qprecon.llm.plan import plan_layers
 from qprecon.llm.targets import ATTENTION
+from qprecon.llm.tasks import PAPER_TASKS, TaskScores, check_tasks, evaluate_tasks
 from qprecon.llm.texts import load_texts
 from qprecon.llm.windows import TokenWindows, cut_windows
 
@@ -69,6 +74,8 @@ class Bench:
     eval_windows: int
     batch_size: int
     autocast: str | None
+    tasks: Path | None = None
+    task_limit: int | None = None
     dense: list[torch.Tensor] = field(default_factory=list)
     calibration: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     learned: dict[tuple, tuple[dict, float]] = field(default_factory=dict)
@@ -98,6 +105,26 @@ class Bench:
             autocast=self.autocast, max_windows=self.eval_windows, text_name=TEST_TEXT,
         )  # fmt: skip
 
+    def accuracy(self) -> TaskScores:
+        return tf32(evaluate_tasks)(
+            self.model, PAPER_TASKS, data_dir=self.tasks, tokenizer=self.tokenizer, limit=self.task_limit,
+            batch_size=4 * self.batch_size,
+        )  # fmt: skip
+
+
+def tf32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with float32 products in TF32, where the device has it, and the setting put back."""
+
+    def run(*args: Any, **more: Any) -> Any:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            return function(*args, **more)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
 
 def open_bench(arguments: argparse.Namespace) -> Bench:
     """Load the model in float32 and the evaluation text."""
@@ -110,7 +137,7 @@ def open_bench(arguments: argparse.Namespace) -> Bench:
     on_gpu = device.type == "cuda"
     return Bench(
         model, tokenizer, name, arguments.texts, arguments.seqlen, test, count,
-        arguments.batch_size or (8 if on_gpu else 1), "bfloat16" if on_gpu else None,
+        arguments.batch_size or (8 if on_gpu else 1), "bfloat16" if on_gpu else None, arguments.tasks, arguments.task_limit,
     )  # fmt: skip
 
 
@@ -142,16 +169,17 @@ def learned_masks(bench: Bench, row: Row, windows: torch.Tensor, ignore: str | N
     return bench.learned[key]
 
 
-def measure(bench: Bench, row: Row) -> dict:
-    """One row of results."""
+def measure(bench: Bench, row: Row, scored: bool = False) -> dict:
+    """One row of results; `scored`: with the tasks' accuracies."""
     bench.restore()
     pruned = {}
     if (row.calibration, row.pattern, row.mask, row.update) != DENSE:
         report, seconds = prune(bench, row)
         pruned = describe(report) | {"seconds": round(seconds, 3)}
     found = bench.perplexity()
+    accuracy = {"accuracy": figures(bench.accuracy())} if scored else {}
     return identity(bench, row) | {
-        "perplexity": found.value, "seconds": 0.0, **pruned, "eval_seconds": round(found.seconds, 3),
+        "perplexity": found.value, "seconds": 0.0, **pruned, "eval_seconds": round(found.seconds, 3), **accuracy,
         "protocol": {
             "dtype": "float32", "seqlen": bench.seqlen, "seed": SEED, "damping": DAMPING, "tol": TOL, "propagate": "pruned",
             "text": TEXTS.get(row.calibration), "bos": bench.test.bos,
@@ -161,6 +189,15 @@ def measure(bench: Bench, row: Row) -> dict:
             "whole_text": found.windows == len(bench.test.tokens), "dtype": "float32", "autocast": bench.autocast,
         },
         "machine": machine(bench), "versions": versions(), "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def figures(scores: TaskScores) -> dict:
+    """What of the tasks' scores goes into the row: acc and its standard error."""
+    return {
+        "tasks": {s.task: {"acc": s.acc, "stderr": s.acc_stderr, "items": s.items} for s in scores.scores},
+        "average": scores.average, "stderr": scores.average_stderr, "limit": scores.limit, "seconds": round(scores.seconds, 3),
+        "lm_eval": scores.versions["lm_eval"],
     }  # fmt: skip
 
 
@@ -234,11 +271,15 @@ class Results:
         self.path = path
         self.rows: list[dict] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
-    def has(self, wanted: dict) -> bool:
-        return any(all(row.get(key) == value for key, value in wanted.items()) for row in self.rows)
+    def get(self, wanted: dict) -> dict | None:
+        return next((row for row in self.rows if wanted.items() <= row.items()), None)
 
-    def add(self, row: dict) -> None:
-        self.rows.append(row)
+    def add(self, row: dict, wanted: dict) -> None:
+        """Append, or put in the place of the row that has the same identity."""
+        if (old := self.get(wanted)) is not None:
+            self.rows[self.rows.index(old)] = row
+        else:
+            self.rows.append(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text("[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n", encoding="utf-8")
@@ -269,24 +310,25 @@ class Budget:
         return self.spent + self.longest.get((row.mask, row.update), unknown) <= self.seconds
 
 
-def run(bench: Bench, rows: Sequence[Row], results: Results, budget: Budget) -> int:
-    """Measure the rows that are not there yet; how many failed."""
+def run(bench: Bench, rows: Sequence[Row], results: Results, budget: Budget, to_score: Set[Row]) -> int:
+    """Measure the rows that are not there yet, or lack the accuracies that they should have; how many failed."""
     failed = 0
     for row in rows:
-        if results.has(identity(bench, row)):
+        scored, old = row in to_score, results.get(identity(bench, row))
+        if old is not None and ("accuracy" in old or not scored):
             continue
         if not budget.allows(row, learns=bench.must_learn(row)):
             print(f"stopped before {row}: the budget is nearly spent", flush=True)
             break
         started = time.perf_counter()
         try:
-            result = measure(bench, row)
+            result = measure(bench, row, scored)
         except Exception:  # the other rows are still wanted; the run ends with exit code 1
             traceback.print_exc()
             print(f"FAILED {row}", flush=True)
             failed += 1
             continue
-        results.add(result)
+        results.add(result, identity(bench, row))
         budget.note(row, time.perf_counter() - started)
         print(f"{budget.spent:6.1f} s  {line(result)}", flush=True)
     return failed
@@ -299,9 +341,10 @@ def line(result: dict) -> str:
     gap = result.get("max_relative_gap")
     certified = "" if gap is None else f"  gap {gap:.1e} ({result['uncertified']} columns above {TOL:g})"
     extra = "" if result["layers"] == "all" else f" [{result['layers']}]"
+    scored = f"  average acc {100 * result['accuracy']['average']:.2f} %" if "accuracy" in result else ""
     return (
         f"{result['calibration']:>9} x{result['windows']:<3} {result['pattern']:>5} {result['mask']:>10} + {result['update']:<7}"
-        f"{extra} {result['perplexity']:9.2f}  {result['seconds']:6.1f} s{beside}{certified}"
+        f"{extra} {result['perplexity']:9.2f}  {result['seconds']:6.1f} s{beside}{certified}{scored}"
     )
 
 
@@ -310,6 +353,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a model folder")
     parser.add_argument("--name", help="the model's name in the results; known ones are recognised")
     parser.add_argument("--texts", type=Path, required=True, help="the folder with the texts")
+    parser.add_argument("--tasks", type=Path, help="a folder of local task files; without it no accuracies")
+    parser.add_argument("--task-limit", type=int, help="only the first items of each task or subject (all)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rows", default="all", help="main, all, or groups such as core,sizes (see paper_rows.py)")
     parser.add_argument("--budget", type=float, help="seconds after which no further row is begun")
@@ -324,11 +369,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     budget = Budget(parsed.budget)
+    if parsed.tasks:
+        check_tasks(PAPER_TASKS, data_dir=parsed.tasks, limit=parsed.task_limit)
     rows = chosen(parsed.rows, parsed.windows)
     bench = open_bench(parsed)
     results = Results(parsed.out / f"paper_{bench.name.lower()}.json")
     print(f"{bench.name} on {machine(bench)}, loaded in {budget.spent:.1f} s; results in {results.path}", flush=True)
-    failed = run(bench, rows, results, budget)
+    failed = run(bench, rows, results, budget, set(chosen(SCORED, parsed.windows) if parsed.tasks else ()))
     wanted = [identity(bench, row) for row in rows]
     done = [result for result in results.rows if any(wish.items() <= result.items() for wish in wanted)]
     print(f"\n{len(done)} of {len(rows)} rows are there, {failed} failed")

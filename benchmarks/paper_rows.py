@@ -8,6 +8,7 @@ from dataclasses import dataclass
 PATTERNS = ("50%", "60%", "2:4")
 WINDOWS = 128  # of the full protocol; sizes are stated for it
 SIZES = (1, 4, 16, 64, 128, 192)
+SCORED = "accuracy"  # the group whose rows are scored on tasks too, where there are any
 LEARNED = "proxsparse"  # masks of the whole model at once, 2:4 only
 
 
@@ -30,9 +31,8 @@ class Row:
 DENSE = ("none", "dense", "none", "none")
 _WANDA = (("wanda", "none"), ("wanda", "optimal"))
 _CORE = (*_WANDA, ("sparsegpt", "own"), ("sparsegpt", "optimal"))
-_MORE = (
-    ("thanos", "own"), ("thanos", "optimal"), ("alps", "own"), ("alps", "optimal"), ("magnitude", "none"), ("magnitude", "optimal")
-)  # fmt: skip
+_THANOS = (("thanos", "own"), ("thanos", "optimal"))
+_MORE = (("alps", "own"), ("alps", "optimal"), ("magnitude", "none"), ("magnitude", "optimal"))
 _PROX = ((LEARNED, "none"), (LEARNED, "optimal"))
 _ADAM = (("wanda", "adam"), ("sparsegpt", "adam"))
 
@@ -54,18 +54,22 @@ def groups(windows: int) -> dict[str, list[Row]]:
     return {
         "core": [Row(*DENSE, windows=0), *_rows("wikitext2", PATTERNS, _CORE, **same)],
         "c4": _rows("c4", PATTERNS, _CORE, **same),
-        "adam": _rows("wikitext2", ["50%"], _ADAM, **same),
-        "masks": _rows("wikitext2", PATTERNS, _MORE, **same),
-        "sizes": _sizes(windows),
-        "mlp": _rows("wikitext2", ["2:4"], (*_CORE, *_MORE[:2]), layers="mlp", **same),
+        "thanos": _rows("wikitext2", PATTERNS, _THANOS, **same),
         "proxsparse": _rows("wikitext2", ["2:4"], _PROX, **same),
+        "adam": _rows("wikitext2", ["50%"], _ADAM, **same),
+        "c4thanos": _rows("c4", PATTERNS, _THANOS, **same),
+        "c4proxsparse": _rows("c4", ["2:4"], _PROX, **same),
+        "c4adam": _rows("c4", ["50%"], _ADAM, **same),
+        SCORED: [Row(*DENSE, windows=0), *_rows("wikitext2", ["50%", "2:4"], (*_CORE, *_THANOS), **same)],
+        "sizes": _sizes(windows),
+        "mlp": _rows("wikitext2", ["2:4"], (*_CORE, *_THANOS), layers="mlp", **same),
+        "masks": _rows("wikitext2", PATTERNS, _MORE, **same),
         "c4masks": _rows("c4", PATTERNS, _MORE, **same),
         "70": _rows("wikitext2", ["70%"], _CORE, **same),
-        "c4proxsparse": _rows("c4", ["2:4"], _PROX, **same),
     }
 
 
-MAIN = ("core", "c4", "adam")
+MAIN = ("core", "c4", "thanos", "proxsparse", "adam", "c4thanos", "c4proxsparse", "c4adam")
 
 
 def chosen(names: str, windows: int) -> list[Row]:

@@ -111,11 +111,40 @@ def perplexity_table(table: Table, calibration: str, layers: str = "all") -> str
     return markdown(["mask", "weights", *patterns], lines)
 
 
-def adam_table(table: Table) -> str:
+TASK_WORDS = {"mmlu": "MMLU", "piqa": "PIQA", "arc_easy": "ARC-E", "arc_challenge": "ARC-C", "winogrande": "WinoGrande",
+              "openbookqa": "OBQA"}  # fmt: skip
+
+
+def accuracy_table(table: Table) -> str:
+    """Zero-shot accuracies in per cent, with the standard error of the average."""
+    lines = []
+    for pattern in ("dense", *table.patterns("wikitext2")):
+        for mask, update in (("dense", ""), *METHODS):
+            row = table.dense if mask == "dense" else table.get("wikitext2", pattern, mask, update)
+            if row and "accuracy" in row and (mask == "dense") == (pattern == "dense"):
+                found = row["accuracy"]
+                cells = [f"{100 * found['tasks'][task]['acc']:.1f}" for task in TASK_WORDS]
+                average = f"{100 * found['average']:.2f} ± {100 * found['stderr']:.2f}"
+                label = ["dense", "–"] if mask == "dense" else _label(mask, update)
+                lines.append([*label, "–" if mask == "dense" else pattern, *cells, average])
+    return markdown(["mask", "weights", "pattern", *TASK_WORDS.values(), "average"], lines)
+
+
+def accuracy_protocol(table: Table) -> str:
+    found = next(row["accuracy"] for row in table.rows if "accuracy" in row)
+    items = sum(task["items"] for task in found["tasks"].values())
+    part = "all items" if found["limit"] is None else f"the first {found['limit']} items of each task or subject"
+    return (
+        f"Zero-shot `acc` in per cent by lm-eval {found['lm_eval']}'s prompts and scoring on local files, {part} ({items:,}); "
+        "the average is unweighted, ± its standard error."
+    )
+
+
+def adam_table(table: Table, calibration: str) -> str:
     lines = []
     for mask in ("wanda", "sparsegpt"):
         updates = (PLAIN.get(mask, "none"), "adam", "optimal")
-        found = [table.get("wikitext2", "50%", mask, update) for update in updates]
+        found = [table.get(calibration, "50%", mask, update) for update in updates]
         if found[1]:
             lines.append([WORDS[mask], *map(_ppl, found)])
     return markdown(["mask, 50 %", "as the mask's method leaves them", "Adam", "optimal"], lines) if lines else ""
@@ -186,10 +215,13 @@ def sections(table: Table) -> str:
     parts = [f"## {table.model}", table.protocol()]
     for name in calibrations:
         parts += [f"### Perplexity, calibrated on {WORDS[name]}", perplexity_table(table, name)]
+    if any("accuracy" in row for row in table.rows):
+        parts += ["### Accuracy, calibrated on WikiText-2", accuracy_protocol(table), accuracy_table(table)]
     if table.patterns("wikitext2", "mlp"):
         parts += ["### Only the MLP pruned (`--skip-attention`)", perplexity_table(table, "wikitext2", "mlp")]
     optional = (
-        ("### Adam", adam_table(table)),
+        ("### Adam, calibrated on WikiText-2", adam_table(table, "wikitext2")),
+        ("### Adam, calibrated on C4", adam_table(table, "c4")),
         ("### Perplexity against the number of calibration windows", sizes_table(table)),
         ("### Time to prune, and of that masks + weights", time_table(table) if "wikitext2" in calibrations else ""),
         ("### Certificates", certificate_table(table) if "wikitext2" in calibrations else ""),

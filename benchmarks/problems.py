@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -38,6 +40,40 @@ class Synthetic:
         h_NN *= n / h_NN.diagonal().sum()
         w_NK = 0.02 * draw(n, k)
         return h_NN, w_NK, wanda_mask(h_NN, w_NK, self.sparsity)
+
+
+@dataclass(frozen=True)
+class Real:
+    """A whole layer from an .npz with H (N, N) and W (N, K), as make_fixtures.py --whole writes them; Wanda's mask."""
+
+    path: Path
+    sparsity: float = 0.5
+
+    @property
+    def name(self) -> str:
+        n, k = self.shape
+        return f"{self.path.stem.replace('_', ' ')}, {n}x{k} {100 * self.sparsity:.0f}%"
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return np.load(self.path)["W"].shape
+
+    @property
+    def n_inputs(self) -> int:
+        """N."""
+        return self.shape[0]
+
+    @property
+    def n_outputs(self) -> int:
+        """K."""
+        return self.shape[1]
+
+    def make(self, device: str = "cpu"):
+        """H, W and mask as ``Synthetic.make`` gives them."""
+        import torch
+
+        return tuple(torch.as_tensor(array, device=device) for array in from_file(self.path, sparsity=self.sparsity))
 
 
 def wanda_mask(h_NN, w_NK, sparsity: float):

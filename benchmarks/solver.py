@@ -1,6 +1,7 @@
 """Large layers on one GPU: qprecon's solver beside SparseGPT's and Thanos's own updates, rAPDHG, ADMM and batched Cholesky.
 
     python benchmarks/solver.py                      (one GPU, about two minutes)
+    python benchmarks/solver.py --npz LAYER.npz ...  (real layers too, of make_fixtures.py --whole)
     python benchmarks/solver.py --device cpu --small (a check that the script runs)
 
 Times are medians of warm runs, certification included, device synchronised. Methods that would take minutes are timed on some
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from problems import LARGE, Synthetic, extreme_eigenvalues
+from problems import LARGE, Real, Synthetic, extreme_eigenvalues
 
 import qprecon
 from qprecon.llm.masks import SELECTORS, LayerData
@@ -38,7 +39,7 @@ SMALL = (Synthetic("256x128 easy 50%", 256, 128, 1.0, 0.5), Synthetic("256x160 e
 class Layer:
     """A problem on the device, and what every method's row repeats."""
 
-    spec: Synthetic
+    spec: Synthetic | Real
     h_NN: torch.Tensor
     w_NK: torch.Tensor
     mask_NK: torch.Tensor
@@ -180,12 +181,14 @@ def scaled_from(rows: list[dict[str, Any]], method: str, layer: Layer) -> dict[s
     return None
 
 
-def load(spec: Synthetic, device: str) -> Layer:
+def load(spec: Synthetic | Real, device: str) -> Layer:
     """Make a layer and find its condition number."""
     h_NN, w_NK, mask_NK = spec.make(device)
     low, high = extreme_eigenvalues(h_NN, DAMPING)
     about = {"problem": spec.name, "n": spec.n_inputs, "k": spec.n_outputs, "sparsity": spec.sparsity, "kappa": high / low}
-    about["h"] = [spec.n_inputs, spec.power, spec.outliers, spec.seed, spec.sparsity]  # what a column's difficulty depends on
+    synthetic = isinstance(spec, Synthetic)
+    # What a column's difficulty depends on.
+    about["h"] = [spec.n_inputs, spec.power, spec.outliers, spec.seed, spec.sparsity] if synthetic else [spec.name]
     return Layer(spec, h_NN, w_NK, mask_NK, about)
 
 
@@ -232,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="tiny layers, to check that everything runs")
+    parser.add_argument("--npz", type=pathlib.Path, nargs="+", default=[], help="real layers, with H (N, N) and W (N, K)")
     parser.add_argument("--problem", action="append", help="part of a problem's name; repeat for several")
     parser.add_argument("--method", action="append", choices=list(METHODS), help="repeat for several; all by default")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds after which a method's runs are not repeated")
@@ -241,7 +245,8 @@ def main() -> None:
     began, about = time.perf_counter(), environment(args.device)
     rows: list[dict[str, Any]] = []
     wanted = args.method or list(METHODS)
-    specs = [spec for spec in (SMALL if args.small else LARGE) if any(part in spec.name for part in args.problem or [""])]
+    known = (*(SMALL if args.small else LARGE), *map(Real, args.npz))
+    specs = [spec for spec in known if any(part in spec.name for part in args.problem or [""])]
     for methods in ([m for m in wanted if m not in PER_COLUMN], [m for m in wanted if m in PER_COLUMN]):  # the slow ones last
         for spec in specs if methods else ():
             layer = load(spec, args.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from .llm.toy_tasks import write_tasks
 from .llm.toy_text import WORDS, toy_llama, toy_tokenizer, words
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -61,6 +62,34 @@ def test_every_row_then_none_then_tables(bench, capsys):
     for part in parts:
         assert part in page
     assert "prototype" not in page  # another model, another protocol
+
+
+def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qprecon[eval]'")
+    import paper
+    import paper_rows
+    import paper_tables
+
+    common, out = bench
+    (tmp_path / "tasks").mkdir()
+    scored = [*common, "--tasks", str(write_tasks(tmp_path / "tasks"))]
+    with pytest.raises(FileNotFoundError, match="mmlu"):
+        paper.main([*common, "--tasks", str(out)])
+    assert paper.main([*common, "--rows", "core"]) == 0
+    before = json.loads((out / "paper_toy.json").read_text())
+    assert not any("accuracy" in row for row in before)
+    assert paper.main([*scored, "--rows", "accuracy,adam"]) == 0
+    rows = json.loads((out / "paper_toy.json").read_text())
+    with_accuracy = [row for row in rows if "accuracy" in row]
+    assert len(with_accuracy) == len(paper_rows.chosen("accuracy", 4)) == 13
+    assert [row["perplexity"] for row in rows[: len(before)]] == [row["perplexity"] for row in before]  # in their places
+    found = with_accuracy[0]["accuracy"]
+    assert found["average"] == pytest.approx(sum(task["acc"] for task in found["tasks"].values()) / 6)
+    assert found["tasks"]["mmlu"]["items"] == 3
+    assert paper_tables.main(["--results", str(out), "--no-figures"]) == 0
+    page = (out / "paper.md").read_text()
+    assert "### Accuracy" in page and "all items (13)" in page
+    assert f"| dense | – | – | {100 * found['tasks']['mmlu']['acc']:.1f} |" in page
 
 
 def test_figures(bench, tmp_path):

@@ -1,6 +1,5 @@
 """Tasks through lm-eval: local files make the very requests that lm-eval's own configurations make of the hub's rows."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -12,41 +11,11 @@ from qprecon.llm import assessment
 from qprecon.llm.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
 from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _names, evaluate_tasks
 
+from .toy_tasks import ROWS, write_tasks
 from .toy_text import toy_llama, toy_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qprecon[eval]'")
 
-ARC = [
-    {"question": "w1 w2?", "choices": ["w3", "w4 w5", "w6"], "label": 1},
-    {"question": " w7 w8", "choices": ["w9", "w10", "w11", "w12", "w13"], "label": 4},
-]
-ROWS = {
-    "piqa": [{"goal": "w1 w2", "sol1": "w3 w4", "sol2": "w5", "label": 1}, {"goal": "w6", "sol1": "w7 ", "sol2": "w8", "label": 0}],
-    "arc_easy": ARC,
-    "arc_challenge": ARC,
-    "openbookqa": ARC,
-    "winogrande": [
-        {"sentence": "w1 w2 _ w3 w4.", "option1": "w5", "option2": "w6 w7", "answer": 2},
-        {"sentence": "_ w8", "option1": "w9", "option2": "w10", "answer": "1"},
-    ],
-    "hellaswag": [
-        {"activity_label": "Go [title] w1", "ctx_a": "A w2.  Then w3!", "ctx_b": "the Man w4",
-         "endings": ["w5 [x]w6", "w7"], "label": 1},
-        {"ctx": "Swim: w1 w2. w3. he W4", "endings": ["w5  w6", " w7"], "label": 0},
-        {"ctx": "Bake: w1 w2. W3 w4.", "endings": ["w5", "w6"], "label": 0},
-    ],
-    "lambada_openai": [{"text": "w1 w2, w3 w4"}, {"text": "w5 w6"}],
-    "mmlu": [
-        {"subject": "high_school_physics", "question": " w1 w2? ", "choices": ["w3", "w4", "w5", "w6"], "label": 2},
-        {"subject": "high_school_physics", "question": "w5", "choices": ["w3", "w4", "w5", "w6"], "label": 0},
-        {"subject": "astronomy", "question": "w7", "choices": ["w8", "w9", "w10", "w11"], "label": 3},
-    ],
-}  # fmt: skip
-FILES = {
-    "piqa": "piqa_valid.jsonl.gz", "arc_easy": "arc_easy_test.jsonl", "arc_challenge": "arc_challenge_test.jsonl.gz",
-    "openbookqa": "openbookqa_test.jsonl", "winogrande": "winogrande_dev.jsonl.gz", "hellaswag": "hellaswag_val.jsonl",
-    "lambada_openai": "lambada_openai_test.jsonl.gz", "mmlu": "mmlu_test.jsonl.gz",
-}  # fmt: skip
 PACKAGED = {
     "piqa": "piqa/piqa", "arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_challenge", "hellaswag": "hellaswag/hellaswag",
     "openbookqa": "openbookqa/openbookqa", "winogrande": "winogrande/default", "lambada_openai": "lambada/lambada_openai",
@@ -55,11 +24,7 @@ PACKAGED = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tasks")
-    for name, rows in ROWS.items():
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (folder / FILES[name]).write_bytes(gzip.compress(text) if FILES[name].endswith(".gz") else text)
-    return folder
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +115,7 @@ def test_scores_are_those_of_the_likelihoods(data, model):
     piqa, arc = result.scores
     for score, rows, options in (
         (piqa, ROWS["piqa"], [(r["goal"], [r["sol1"], r["sol2"]]) for r in ROWS["piqa"]]),
-        (arc, ARC, [(r["question"], r["choices"]) for r in ARC]),
+        (arc, ROWS["arc_easy"], [(r["question"], r["choices"]) for r in ROWS["arc_easy"]]),
     ):
         right = []
         for row, (question, choices) in zip(rows, options, strict=True):
