@@ -283,10 +283,31 @@ def test_solve_names_what_is_wrong_with_a_file(problem, tmp_path, capsys, change
     assert not (tmp_path / "o.npz").exists()
 
 
+def test_solve_refuses_a_place_it_cannot_write_to_before_it_solves(problem, tmp_path, capsys, monkeypatch):
+    np.savez(tmp_path / "problem.npz", **problem)
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setattr(qprecon, "solve", lambda *a, **k: pytest.fail("it was solved"))
+
+    def refused(out):
+        assert cli.main(["solve", str(tmp_path / "problem.npz"), "-o", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert f"-o {out}" in error
+        return error
+
+    assert f"folder {tmp_path / 'file'} cannot be made (File exists" in refused(tmp_path / "file" / "o.npz")
+    assert f"(Not a directory: {tmp_path / 'file' / 'deep'})" in refused(tmp_path / "file" / "deep" / "o.npz")
+    assert "is a folder; give the name of a file" in refused(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"the folder {tmp_path} is not writable" in refused(tmp_path / "o.npz")
+    assert "the file is not writable" in refused(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "o.npz").exists()
+
+
 def test_solve_refuses_other_files(tmp_path, capsys):
     (tmp_path / "text.npz").write_text("not arrays")
+    (tmp_path / "empty.npz").touch()
     np.save(tmp_path / "single.npy", np.eye(3))
-    for name in ("text.npz", "single.npy", "none.npz"):
+    for name in ("text.npz", "empty.npz", "single.npy", "none.npz"):
         assert cli.main(["solve", str(tmp_path / name), "-o", str(tmp_path / "o.npz")]) == 2
         assert name in capsys.readouterr().err
 
