@@ -64,6 +64,15 @@ def load_causal_lm(
     return loaded, load_tokenizer(model)
 
 
+def load_config(model: str | Path) -> Any:
+    """The configuration of a model folder or hub name, without its weights. Raises as `load_causal_lm` does."""
+    from transformers import AutoConfig
+
+    _check_path(model)
+    with _named(model):
+        return AutoConfig.from_pretrained(str(model))
+
+
 def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a model folder or hub name; None if it has none (a caller with text will be told that it needs one)."""
     from transformers import AutoTokenizer
