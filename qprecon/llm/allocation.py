@@ -45,7 +45,8 @@ def owl_patterns(
     `calibration` and what follows `tokenizer` are as in `prune_model`. lam: shares lie within 2·lam of one another. The paper
     takes lam 0.08 and a threshold of 5 for LLaMA at 70 %. The blocks must be on `device`, or on one device without it.
 
-    Returns block name -> pattern, for the blocks with a layer to prune. ValueError: an N:M pattern, a negative lam.
+    Returns block name -> pattern, for the blocks with a layer to prune. ValueError: an N:M pattern, a negative lam, or one so large
+    that a block would keep nothing.
     """
     overall = Pattern.parse(sparsity)
     if overall.is_nm:
@@ -69,6 +70,8 @@ def owl_patterns(
             finally:
                 block.module.to(home)
     kept = owl_densities(list(shares.values()), overall.sparsity, lam)
+    if emptied := [name for name, share in zip(shares, kept, strict=True) if share == 0]:
+        raise ValueError(f"OWL with lam={lam:g} at {overall} would leave block {emptied[0]!r} no weight: take a smaller lam")
     return {name: _pattern(1 - share) for name, share in zip(shares, kept, strict=True)}
 
 

@@ -84,3 +84,7 @@ def test_the_mean_is_what_was_asked_for_and_the_model_is_pruned_so():
         assert row.zeros == patterns[block].pruned_per_group(row.n_inputs) * row.n_outputs
     with pytest.raises(ValueError, match="2:4"):
         owl_patterns(model, samples, "2:4")
+    with pytest.raises(ValueError, match=r"lam=0.4 at 95% would leave block 'model.layers.\d' no weight"):
+        owl_patterns(model, samples, 0.95, lam=0.4)
+    with pytest.raises(ValueError, match="100%"):
+        owl_patterns(model, samples, 1)
