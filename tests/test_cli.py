@@ -61,7 +61,8 @@ def test_every_option_of_prune_is_an_argument_of_prune_model():
     options, text = options_of("prune")
     parameters = set(inspect.signature(qprecon.llm.prune_model).parameters)
     assert options - parameters == {
-        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option"
+        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option",
+        "allocation_option",
     }  # fmt: skip
     assert "KEPT" in text and "PRUNED" in text  # N:M is counted the other way round in Wanda's and SparseGPT's scripts
 
@@ -71,7 +72,7 @@ def test_the_defaults_that_the_help_names_are_those_of_prune_model():
     text = " ".join(options_of("prune")[1].split())
     for name in ("sparsity", "damping", "nsamples", "seqlen", "seed", "backend"):
         assert f"(default {parameters[name].default}" in text.split(f"--{name} ")[-1].split(" --")[0], name
-    for name in ("mask", "update"):
+    for name in ("mask", "update", "allocation"):
         assert f"{parameters[name].default} (default)" in text
 
 
@@ -98,6 +99,9 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     line = f"prune M {out} --mask sparsegpt --mask-option block_size=64 --mask-option damping=0.1"
     assert cli.main([*line.split(), "--calib", calib]) == 0
     assert calls[3][1]["mask"] == "sparsegpt" and calls[3][1]["mask_options"] == {"block_size": 64, "damping": 0.1}
+    line = f"prune M {out} --allocation owl --allocation-option lam=0.1 --allocation-option threshold=7"
+    assert cli.main([*line.split(), "--calib", calib]) == 0
+    assert calls[4][1]["allocation"] == "owl" and calls[4][1]["allocation_options"] == {"lam": 0.1, "threshold": 7}
 
 
 def test_prune_then_eval(folder, tmp_path, capsys):
@@ -147,7 +151,9 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--backend", "choleski"], "choleski"),
         (["--mask", "wanda", "--mask-file", "masks.npz"], "leave one out"),
         (["--mask-file", "masks.npz"], "masks.npz"),
-        (["--mask-option", "block_size"], "KEY=VALUE"),
+        (["--mask-option", "block_size"], "--mask-option 'block_size' is not of the form KEY=VALUE"),
+        (["--allocation", "owl", "--allocation-option", "lam"], "--allocation-option 'lam' is not of the form KEY=VALUE"),
+        (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
         (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
         (["--sparsity", "1.5"], "1.5"),
         (["--pattern", "2:5"], "2:5"),

@@ -71,6 +71,19 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         help="N of every M consecutive inputs are KEPT, e.g. 2:4. Careful: the scripts of Wanda and SparseGPT count the "
         "PRUNED ones, so their 1:4 is 3:4 here",
     )
+    parser.add_argument(
+        "--allocation",
+        choices=["uniform", "owl"],
+        help="one sparsity for all blocks: uniform (default); or a lower one for those with more outliers, same on average: owl",
+    )
+    parser.add_argument(
+        "--allocation-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of owl: lam=0.08 (blocks differ by at most twice that), threshold=5 (an outlier is above so many times the "
+        "mean score); may be repeated",
+    )
     _add_mask_arguments(parser)
     parser.add_argument(
         "--update", help="the kept weights: optimal (default); none leaves them; own takes the mask method's; adam uses Adam"
@@ -119,26 +132,30 @@ def _add_mask_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_NO_ARGUMENTS = ("command", "run", "traceback", "recipe", "quiet", "mask_file", "mask_option", "skip_attention")
+_NO_ARGUMENTS = (
+    "command", "run", "traceback", "recipe", "quiet", "mask_file", "mask_option", "allocation_option", "skip_attention"
+)  # fmt: skip
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags that were given, as arguments of `prune_model`."""
     given = {name: value for name, value in vars(arguments).items() if name not in _NO_ARGUMENTS}
-    options = dict(map(_mask_option, arguments.mask_option))
+    options = dict(_option("--mask-option", item) for item in arguments.mask_option)
     if arguments.mask_file is not None:
         if given.get("mask", "given") != "given":
             raise ValueError(f"--mask-file gives the masks, so --mask {given['mask']} would have no effect: leave one out")
         given["mask"], options["masks"] = "given", arguments.mask_file
     if options:
         given["mask_options"] = options
+    if arguments.allocation_option:
+        given["allocation_options"] = dict(_option("--allocation-option", item) for item in arguments.allocation_option)
     return given
 
 
-def _mask_option(item: str) -> tuple[str, Any]:
+def _option(flag: str, item: str) -> tuple[str, Any]:
     key, equals, text = item.partition("=")
     if not key or not equals:
-        raise ValueError(f"--mask-option {item!r} is not of the form KEY=VALUE")
+        raise ValueError(f"{flag} {item!r} is not of the form KEY=VALUE")
     try:
         return key, json.loads(text)
     except json.JSONDecodeError:

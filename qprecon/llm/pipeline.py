@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 import qprecon
+from qprecon.llm.allocation import owl_asked, owl_plan
 from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.clock import Clock
 from qprecon.llm.gram import collect_grams
@@ -41,6 +42,8 @@ def prune_model(
     *,
     sparsity: float | str = 0.5,
     pattern: str | float | Pattern | Mapping[str, str | float | Pattern] | None = None,
+    allocation: str = "uniform",
+    allocation_options: Mapping[str, Any] | None = None,
     mask: str = "wanda",
     update: str = "optimal",
     backend: str = "auto",
@@ -74,6 +77,8 @@ def prune_model(
             tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
             patterns to patterns (layers that match none stay dense). One of the two, not both.
+        allocation: "uniform" takes the sparsity for every block; "owl" a lower one for blocks with more outliers, the same on
+            average (`qprecon.llm.allocation`; its options are lam and threshold).
         mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
         update: "optimal" solves for the kept weights; "none" keeps them; "own" takes the selector's; "adam" uses Adam.
         backend, damping, tol, solve_options: as in `qprecon.solve`.
@@ -107,7 +112,8 @@ def prune_model(
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
         pattern = sparsity if pattern is None else pattern
-        settings |= {"pattern": _described(pattern), "device": str(device)}
+        owl = owl_asked(allocation, allocation_options, pattern, mask)
+        settings |= {"pattern": _described(pattern), "device": str(device), "allocation_options": owl and owl.options}
         found = find_model(model, tokenizer, out, dtype, mask, notes)
         plan = plan_layers(found.model, pattern, targets, ignore)
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
@@ -117,6 +123,8 @@ def prune_model(
         source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
     try:
         with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
+            if owl is not None and source.finished <= plan.last:
+                plan = owl_plan(source, plan, samples, owl, store, clock, step, notes)
             rows, kept_on = _prune_blocks(source, plan, method, samples, propagate, store, clock, step, notes)
         source.close()
     finally:

@@ -37,6 +37,7 @@ _FILE_TYPES: dict[str, Any] = {
     "device": str | None,
     "store": str | None,
     "dtype": str | None,
+    "allocation_options": dict[str, Any] | None,
     "mask_options": dict[str, Any] | None,
     "solve_options": dict[str, Any] | None,
 }
@@ -90,13 +91,14 @@ class Recipe(Mapping[str, Any]):
     def overridden(self, arguments: Mapping[str, Any]) -> Recipe:
         """This recipe with `arguments` in place of its own.
 
-        A new sparsity or pattern replaces both; options of a mask are added to those of the same mask.
+        A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
         """
         kept, arguments = dict(self._arguments), dict(arguments)
-        if "mask" in arguments:
-            kept.pop("mask_options", None)
-        elif "mask_options" in arguments:
-            arguments["mask_options"] = {**kept.get("mask_options", {}), **arguments["mask_options"]}
+        for word, options in (("mask", "mask_options"), ("allocation", "allocation_options")):
+            if word in arguments:
+                kept.pop(options, None)
+            elif options in arguments:
+                arguments[options] = {**kept.get(options, {}), **arguments[options]}
         if {"sparsity", "pattern"} & set(arguments):
             kept.pop("sparsity", None), kept.pop("pattern", None)
         return Recipe(kept | arguments)

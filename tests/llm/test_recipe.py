@@ -95,6 +95,9 @@ def test_flags_go_before_the_recipe(tmp_path):
     options = Recipe({"mask": "thanos", "mask_options": {"a": 1, "b": 2}})
     assert options.overridden({"mask_options": {"b": 3}})["mask_options"] == {"a": 1, "b": 3}
     assert "mask_options" not in options.overridden({"mask": "wanda"})  # options of another mask
+    owl = Recipe({"allocation": "owl", "allocation_options": {"lam": 0.1}})
+    assert owl.overridden({"allocation_options": {"threshold": 3}})["allocation_options"] == {"lam": 0.1, "threshold": 3}
+    assert "allocation_options" not in owl.overridden({"allocation": "uniform"})
     with pytest.raises(ValueError, match="MODEL is missing"):
         command_recipe(None, {})
 
