@@ -1,7 +1,7 @@
 """Recipes: everything that `qprecon prune` takes, in a YAML file.
 
 The keys are the arguments of `prune_model`, taken from its signature, so that there is one vocabulary. The words of
-Wanda's command line and of llm-compressor's recipes are read as aliases (`ALIASES`).
+Wanda's command line and of llm-compressor's recipes are read as aliases (`ALIASES`); `stages` reads the latter's own form.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import yaml
 
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.pipeline import prune_model
+from qprecon.llm.stages import without_stage
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -162,7 +163,7 @@ def _translate(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Aliases to keys. Unknown keys are refused here, where the nearest of keys and aliases can be named."""
     translated: dict[str, Any] = {}
     said: dict[str, str] = {}
-    for word, value in arguments.items():
+    for word, value in without_stage(arguments, source).items():
         key = ALIASES.get(word, word)
         if key not in _Keys.model_fields:
             raise ValueError(f"{source}: unknown key {word!r}{_nearest(str(word))}")
