@@ -85,11 +85,12 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     texts = dict(model="M", calibration=[words(400)], out=out)
     assert calls[0] == ((), {**texts, "progress": "quiet", "device": "auto"})
     line = f"prune M {out} --pattern 2:4 --mask magnitude --update none --backend cholesky --nsamples 3 --seqlen 16 --seed 5"
-    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --progress json --no-resume --calib"
+    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --dtype float32 --progress json --no-resume --calib"
     assert cli.main([*line.split(), calib]) == 0
     assert calls[1][1] == dict(
         **texts, pattern="2:4", mask="magnitude", update="none", backend="cholesky", nsamples=3, seqlen=16, seed=5,
-        damping=0.5, tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", progress="json", resume=False,
+        damping=0.5, tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", dtype="float32", progress="json",
+        resume=False,
     )  # fmt: skip
     line = f"prune M {out} --mask-file some.npz --mask-option orientation=NK --skip-attention --ignore c"
     assert cli.main([*line.split(), "--calib", calib]) == 0
@@ -159,6 +160,7 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--pattern", "2:5"], "2:5"),
         (["--targets", "no_such_layer"], "no_such_layer"),
         (["--device", "warp"], "warp"),
+        (["--dtype", "float33"], "'float33' is no floating dtype"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options, culprit):

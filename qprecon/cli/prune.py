@@ -38,6 +38,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument(
+        "--dtype",
+        help="of the weights, while they are pruned and in OUT: auto (as they are stored; default), float32, bfloat16 or float16",
+    )
+    parser.add_argument(
         "--save-masks",
         action="store_true",
         default=argparse.SUPPRESS,

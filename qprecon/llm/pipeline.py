@@ -18,6 +18,7 @@ from qprecon.llm.allocation import owl_asked, owl_plan
 from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.clock import Clock
 from qprecon.llm.gram import collect_grams
+from qprecon.llm.half import half_precision_hint
 from qprecon.llm.journal import Journal, digest
 from qprecon.llm.loading import choose_device
 from qprecon.llm.masks import get_selector
@@ -30,7 +31,7 @@ from qprecon.llm.output import check_output, complete_folder, partial_folder, sa
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
-from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode
+from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode, say
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
 from qprecon.llm.update import grouped, prune_group
@@ -87,7 +88,7 @@ def prune_model(
         out: a folder for the pruned model and its report; absent, empty or written by qprecon before, which is then replaced.
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
-        dtype: of a model given by name; "auto" as stored.
+        dtype: of a model given by name, while it is pruned and in `out`; "auto" as stored. On a CPU "float32" can be much faster.
         progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
         save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.packed`).
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
@@ -122,6 +123,8 @@ def prune_model(
         samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
         source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
     try:
+        notes += filter(None, [half_precision_hint(plan, dtype, device)])
+        say(notes, progress)
         with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
             if owl is not None and source.finished <= plan.last:
                 plan = owl_plan(source, plan, samples, owl, store, clock, step, notes)
