@@ -85,7 +85,8 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     texts = dict(model="M", calibration=[words(400)], out=out)
     assert calls[0] == ((), {**texts, "progress": "quiet", "device": "auto"})
     line = f"prune M {out} --pattern 2:4 --mask magnitude --update none --backend cholesky --nsamples 3 --seqlen 16 --seed 5"
-    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --dtype float32 --progress json --no-resume --calib"
+    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --dtype float32 --progress json"
+    line += " --no-resume --calib"
     assert cli.main([*line.split(), calib]) == 0
     assert calls[1][1] == dict(
         **texts, pattern="2:4", mask="magnitude", update="none", backend="cholesky", nsamples=3, seqlen=16, seed=5,
@@ -219,6 +220,49 @@ def test_traceback_on_request_and_for_our_own_mistakes(monkeypatch, capsys):
         cli.main(["backends"])
     fail(KeyboardInterrupt())
     assert cli.main(["backends"]) == 130
+
+
+STOPPED = """
+import os, signal, sys
+from qprecon import cli
+from qprecon.llm import sources
+
+finish = sources.DiskBlocks.finish
+def finish_and_stop(source, index, rows):
+    finish(source, index, rows)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+sources.DiskBlocks.finish = finish_and_stop
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(("name", "word", "code"), [("SIGINT", "interrupted", 130), ("SIGTERM", "terminated", 143)])
+def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys, name, word, code):
+    line = f"prune {folder / 'model'} {tmp_path / 'out'} --calib {folder / 'calib.txt'} --nsamples 4 --seqlen 32 --update none"
+    line = [*line.split(), "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", STOPPED, name, *line, "--quiet"], capture_output=True, text=True)
+    assert done.stderr.splitlines() == [f"qprecon: {word}; the same command goes on after the last finished block"]
+    assert done.returncode == code
+    assert cli.main(line) == 0
+    assert "continued after 1 of" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_command_that_leaves_nothing_behind_says_only_that_it_ended():
+    code = """
+import os, signal, sys, qprecon
+from qprecon import cli
+qprecon.available_backends = lambda: os.kill(os.getpid(), signal.SIGTERM)
+code = cli.main(["backends"])
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever set that means it
+qprecon.available_backends = lambda: os.kill(os.getpid(), signal.SIGTERM) or {}
+assert cli.main(["backends"]) == 0
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 143 and done.stderr == "qprecon: terminated\n"
 
 
 def test_backends_are_listed_with_their_extras(capsys):

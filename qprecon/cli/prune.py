@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from ._stop import Terminated
+
 _EPILOG = """\
 Zeros neither shrink nor speed up a dense checkpoint: OUT holds plain dense safetensors that any software can load.
 To use them, a runtime with sparse kernels (for 2:4) or sparse storage is needed.
@@ -170,6 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
     given = _given(arguments)
     from qprecon.llm import prune_model
+    from qprecon.llm.output import partial_folder
     from qprecon.llm.recipe import command_recipe
     from qprecon.llm.targets import ATTENTION, as_patterns
     from qprecon.llm.texts import load_texts
@@ -179,7 +182,12 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = recipe.overridden({"ignore": [*as_patterns(recipe.get("ignore"), "ignore"), ATTENTION]})
     named = {"calibration": load_texts(recipe["calibration"])}
     quiet = {"progress": "quiet"} if arguments.quiet else {}
-    report = prune_model(**{**recipe, **named, **quiet})
+    try:
+        report = prune_model(**{**recipe, **named, **quiet})
+    except (KeyboardInterrupt, Terminated) as stop:
+        if not partial_folder(recipe["out"]).is_dir():
+            raise
+        raise type(stop)("the same command goes on after the last finished block") from stop
     recipe.effective().save(recipe["out"])
     if not arguments.quiet:
         print(report.summary())
