@@ -19,12 +19,11 @@ _SECONDS = 10.0  # to wait for an answer, as long as the hub's library does
 
 def is_hub_name(name: str) -> bool:
     """Whether a string can be a name on the hub, `name` or `owner/name`; anything else is meant as a path."""
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
-    except HFValidationError:
+    except ValueError:
         return False
     return not name.lower().endswith(_SUFFIXES)
 

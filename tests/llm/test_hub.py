@@ -30,6 +30,7 @@ def test_paths(name):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """Sets the hub's address; no copies of anything are here."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return lambda port: monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{port}")
