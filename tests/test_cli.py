@@ -227,6 +227,8 @@ import os, signal, sys
 from qprecon import cli
 from qprecon.llm import sources
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 finish = sources.DiskBlocks.finish
 def finish_and_stop(source, index, rows):
     finish(source, index, rows)
@@ -253,6 +255,7 @@ def test_a_command_that_leaves_nothing_behind_says_only_that_it_ended():
     code = """
 import os, signal, sys, qprecon
 from qprecon import cli
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 qprecon.available_backends = lambda: os.kill(os.getpid(), signal.SIGTERM)
 code = cli.main(["backends"])
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
