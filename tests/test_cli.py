@@ -61,7 +61,8 @@ def test_every_option_of_prune_is_an_argument_of_prune_model():
     options, text = options_of("prune")
     parameters = set(inspect.signature(qprecon.llm.prune_model).parameters)
     assert options - parameters == {
-        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option"
+        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option",
+        "allocation_option",
     }  # fmt: skip
     assert "KEPT" in text and "PRUNED" in text  # N:M is counted the other way round in Wanda's and SparseGPT's scripts
 
@@ -71,7 +72,7 @@ def test_the_defaults_that_the_help_names_are_those_of_prune_model():
     text = " ".join(options_of("prune")[1].split())
     for name in ("sparsity", "damping", "nsamples", "seqlen", "seed", "backend"):
         assert f"(default {parameters[name].default}" in text.split(f"--{name} ")[-1].split(" --")[0], name
-    for name in ("mask", "update"):
+    for name in ("mask", "update", "allocation"):
         assert f"{parameters[name].default} (default)" in text
 
 
@@ -84,11 +85,13 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     texts = dict(model="M", calibration=[words(400)], out=out)
     assert calls[0] == ((), {**texts, "progress": "quiet", "device": "auto"})
     line = f"prune M {out} --pattern 2:4 --mask magnitude --update none --backend cholesky --nsamples 3 --seqlen 16 --seed 5"
-    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --progress json --no-resume --calib"
+    line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --dtype float32 --progress json"
+    line += " --no-resume --calib"
     assert cli.main([*line.split(), calib]) == 0
     assert calls[1][1] == dict(
         **texts, pattern="2:4", mask="magnitude", update="none", backend="cholesky", nsamples=3, seqlen=16, seed=5,
-        damping=0.5, tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", progress="json", resume=False,
+        damping=0.5, tol=0.1, targets=["a", "b"], ignore=["c"], propagate="dense", device="cpu", dtype="float32", progress="json",
+        resume=False,
     )  # fmt: skip
     line = f"prune M {out} --mask-file some.npz --mask-option orientation=NK --skip-attention --ignore c"
     assert cli.main([*line.split(), "--calib", calib]) == 0
@@ -98,6 +101,9 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     line = f"prune M {out} --mask sparsegpt --mask-option block_size=64 --mask-option damping=0.1"
     assert cli.main([*line.split(), "--calib", calib]) == 0
     assert calls[3][1]["mask"] == "sparsegpt" and calls[3][1]["mask_options"] == {"block_size": 64, "damping": 0.1}
+    line = f"prune M {out} --allocation owl --allocation-option lam=0.1 --allocation-option threshold=7"
+    assert cli.main([*line.split(), "--calib", calib]) == 0
+    assert calls[4][1]["allocation"] == "owl" and calls[4][1]["allocation_options"] == {"lam": 0.1, "threshold": 7}
 
 
 def test_prune_then_eval(folder, tmp_path, capsys):
@@ -147,12 +153,15 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--backend", "choleski"], "choleski"),
         (["--mask", "wanda", "--mask-file", "masks.npz"], "leave one out"),
         (["--mask-file", "masks.npz"], "masks.npz"),
-        (["--mask-option", "block_size"], "KEY=VALUE"),
+        (["--mask-option", "block_size"], "--mask-option 'block_size' is not of the form KEY=VALUE"),
+        (["--allocation", "owl", "--allocation-option", "lam"], "--allocation-option 'lam' is not of the form KEY=VALUE"),
+        (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
         (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
         (["--sparsity", "1.5"], "1.5"),
         (["--pattern", "2:5"], "2:5"),
         (["--targets", "no_such_layer"], "no_such_layer"),
         (["--device", "warp"], "warp"),
+        (["--dtype", "float33"], "'float33' is no floating dtype"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options, culprit):
@@ -211,6 +220,52 @@ def test_traceback_on_request_and_for_our_own_mistakes(monkeypatch, capsys):
         cli.main(["backends"])
     fail(KeyboardInterrupt())
     assert cli.main(["backends"]) == 130
+
+
+STOPPED = """
+import os, signal, sys
+from qprecon import cli
+from qprecon.llm import sources
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+finish = sources.DiskBlocks.finish
+def finish_and_stop(source, index, rows):
+    finish(source, index, rows)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+sources.DiskBlocks.finish = finish_and_stop
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(("name", "word", "code"), [("SIGINT", "interrupted", 130), ("SIGTERM", "terminated", 143)])
+def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys, name, word, code):
+    line = f"prune {folder / 'model'} {tmp_path / 'out'} --calib {folder / 'calib.txt'} --nsamples 4 --seqlen 32 --update none"
+    line = [*line.split(), "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", STOPPED, name, *line, "--quiet"], capture_output=True, text=True)
+    assert done.stderr.splitlines() == [f"qprecon: {word}; the same command goes on after the last finished block"]
+    assert done.returncode == code
+    assert cli.main(line) == 0
+    assert "continued after 1 of" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+def test_a_command_that_leaves_nothing_behind_says_only_that_it_ended():
+    code = """
+import os, signal, sys, qprecon
+from qprecon import cli
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+qprecon.available_backends = lambda: os.kill(os.getpid(), signal.SIGTERM)
+code = cli.main(["backends"])
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever set that means it
+qprecon.available_backends = lambda: os.kill(os.getpid(), signal.SIGTERM) or {}
+assert cli.main(["backends"]) == 0
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 143 and done.stderr == "qprecon: terminated\n"
 
 
 def test_backends_are_listed_with_their_extras(capsys):
@@ -283,10 +338,31 @@ def test_solve_names_what_is_wrong_with_a_file(problem, tmp_path, capsys, change
     assert not (tmp_path / "o.npz").exists()
 
 
+def test_solve_refuses_a_place_it_cannot_write_to_before_it_solves(problem, tmp_path, capsys, monkeypatch):
+    np.savez(tmp_path / "problem.npz", **problem)
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setattr(qprecon, "solve", lambda *a, **k: pytest.fail("it was solved"))
+
+    def refused(out):
+        assert cli.main(["solve", str(tmp_path / "problem.npz"), "-o", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert f"-o {out}" in error
+        return error
+
+    assert f"folder {tmp_path / 'file'} cannot be made (File exists" in refused(tmp_path / "file" / "o.npz")
+    assert f"(Not a directory: {tmp_path / 'file' / 'deep'})" in refused(tmp_path / "file" / "deep" / "o.npz")
+    assert "is a folder; give the name of a file" in refused(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"the folder {tmp_path} is not writable" in refused(tmp_path / "o.npz")
+    assert "the file is not writable" in refused(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "o.npz").exists()
+
+
 def test_solve_refuses_other_files(tmp_path, capsys):
     (tmp_path / "text.npz").write_text("not arrays")
+    (tmp_path / "empty.npz").touch()
     np.save(tmp_path / "single.npy", np.eye(3))
-    for name in ("text.npz", "single.npy", "none.npz"):
+    for name in ("text.npz", "empty.npz", "single.npy", "none.npz"):
         assert cli.main(["solve", str(tmp_path / name), "-o", str(tmp_path / "o.npz")]) == 2
         assert name in capsys.readouterr().err
 

@@ -65,11 +65,14 @@ def test_the_example_of_one_layer_runs(capsys):
     assert names["solution"].weights.shape == (512, 256)
 
 
-def test_the_recipe_loads(tmp_path):
-    (text,) = blocks("pruning.md", "yaml")
-    (tmp_path / "recipe.yaml").write_text(text)
+def test_the_recipes_load(tmp_path):
+    plain, staged = blocks("pruning.md", "yaml")
+    (tmp_path / "recipe.yaml").write_text(plain)
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert recipe["pattern"] == "2:4" and recipe["ignore"] == ["re:.*down_proj"]
+    (tmp_path / "staged.yaml").write_text(staged)
+    recipe = load_recipe(tmp_path / "staged.yaml")
+    assert recipe["pattern"] == "2:4" and recipe["mask"] == "sparsegpt" and recipe["out"] == "pruned"
     page = (ROOT / "docs" / "pruning.md").read_text()
     assert [word for word in ALIASES if f"`{word}`" not in page and word != "calib"] == []
 

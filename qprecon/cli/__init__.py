@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import qprecon
 
 from . import backends, check_sparse, demo, eval, prune, report, solve
+from ._stop import Terminated, sigterm_raises
 
 _SUBCOMMANDS = (prune, eval, report, check_sparse, solve, backends, demo)
 BAD_INPUT = 2
@@ -25,15 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done; 1 done, but not as well as was asked (see the subcommand); 2 bad input, with one line
-        about it on stderr; 130 interrupted.
+        about it on stderr; 130 interrupted; 143 terminated (SIGTERM).
     """
     parser = _parser()
     parsed = parser.parse_args(arguments)
     try:
-        return parsed.run(parsed)
-    except KeyboardInterrupt:
-        print("qprecon: interrupted", file=sys.stderr)
-        return 130
+        with sigterm_raises():
+            return parsed.run(parsed)
+    except (KeyboardInterrupt, Terminated) as stop:
+        word, code = ("interrupted", 130) if isinstance(stop, KeyboardInterrupt) else ("terminated", 143)
+        print("; ".join(filter(None, [f"qprecon: {word}", str(stop)])), file=sys.stderr)
+        return code
     except Exception as error:
         if parsed.traceback or not _is_bad_input(error):
             raise

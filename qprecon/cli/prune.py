@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from ._stop import Terminated
+
 _EPILOG = """\
 Zeros neither shrink nor speed up a dense checkpoint: OUT holds plain dense safetensors that any software can load.
 To use them, a runtime with sparse kernels (for 2:4) or sparse storage is needed.
@@ -37,6 +39,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "--skip-attention", action="store_true", default=False, help="leave the linear layers of attention alone as well"
     )
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--dtype",
+        help="of the weights, while they are pruned and in OUT: auto (as they are stored; default), float32, bfloat16 or float16",
+    )
     parser.add_argument(
         "--save-masks",
         action="store_true",
@@ -70,6 +76,19 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         metavar="N:M",
         help="N of every M consecutive inputs are KEPT, e.g. 2:4. Careful: the scripts of Wanda and SparseGPT count the "
         "PRUNED ones, so their 1:4 is 3:4 here",
+    )
+    parser.add_argument(
+        "--allocation",
+        choices=["uniform", "owl"],
+        help="one sparsity for all blocks: uniform (default); or a lower one for those with more outliers, same on average: owl",
+    )
+    parser.add_argument(
+        "--allocation-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of owl: lam=0.08 (blocks differ by at most twice that), threshold=5 (an outlier is above so many times the "
+        "mean score); may be repeated",
     )
     _add_mask_arguments(parser)
     parser.add_argument(
@@ -119,26 +138,30 @@ def _add_mask_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_NO_ARGUMENTS = ("command", "run", "traceback", "recipe", "quiet", "mask_file", "mask_option", "skip_attention")
+_NO_ARGUMENTS = (
+    "command", "run", "traceback", "recipe", "quiet", "mask_file", "mask_option", "allocation_option", "skip_attention"
+)  # fmt: skip
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags that were given, as arguments of `prune_model`."""
     given = {name: value for name, value in vars(arguments).items() if name not in _NO_ARGUMENTS}
-    options = dict(map(_mask_option, arguments.mask_option))
+    options = dict(_option("--mask-option", item) for item in arguments.mask_option)
     if arguments.mask_file is not None:
         if given.get("mask", "given") != "given":
             raise ValueError(f"--mask-file gives the masks, so --mask {given['mask']} would have no effect: leave one out")
         given["mask"], options["masks"] = "given", arguments.mask_file
     if options:
         given["mask_options"] = options
+    if arguments.allocation_option:
+        given["allocation_options"] = dict(_option("--allocation-option", item) for item in arguments.allocation_option)
     return given
 
 
-def _mask_option(item: str) -> tuple[str, Any]:
+def _option(flag: str, item: str) -> tuple[str, Any]:
     key, equals, text = item.partition("=")
     if not key or not equals:
-        raise ValueError(f"--mask-option {item!r} is not of the form KEY=VALUE")
+        raise ValueError(f"{flag} {item!r} is not of the form KEY=VALUE")
     try:
         return key, json.loads(text)
     except json.JSONDecodeError:
@@ -149,6 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
     given = _given(arguments)
     from qprecon.llm import prune_model
+    from qprecon.llm.output import partial_folder
     from qprecon.llm.recipe import command_recipe
     from qprecon.llm.targets import ATTENTION, as_patterns
     from qprecon.llm.texts import load_texts
@@ -158,7 +182,12 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = recipe.overridden({"ignore": [*as_patterns(recipe.get("ignore"), "ignore"), ATTENTION]})
     named = {"calibration": load_texts(recipe["calibration"])}
     quiet = {"progress": "quiet"} if arguments.quiet else {}
-    report = prune_model(**{**recipe, **named, **quiet})
+    try:
+        report = prune_model(**{**recipe, **named, **quiet})
+    except (KeyboardInterrupt, Terminated) as stop:
+        if not partial_folder(recipe["out"]).is_dir():
+            raise
+        raise type(stop)("the same command goes on after the last finished block") from stop
     recipe.effective().save(recipe["out"])
     if not arguments.quiet:
         print(report.summary())

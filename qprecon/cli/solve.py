@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if Path(arguments.out).resolve() == Path(arguments.problem).resolve():
         raise ValueError(f"-o {arguments.out} is the problem itself, which it would overwrite; choose another name")
     problem = _read(Path(arguments.problem))
+    _make_room(Path(arguments.out))
     solution = qprecon.solve(
         **problem,
         backend=arguments.backend,
@@ -63,7 +64,7 @@ def _read(path: Path) -> dict:
             raise ValueError("one array only")
         with file:
             arrays = {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, ValueError) as error:
+    except (zipfile.BadZipFile, ValueError, EOFError) as error:
         raise ValueError(f"{path} is not an .npz file of plain arrays") from error
     missing = [name for name in _REQUIRED if name not in arrays]
     unknown = [name for name in arrays if name not in _REQUIRED + _OPTIONAL]
@@ -73,12 +74,25 @@ def _read(path: Path) -> dict:
     return arrays
 
 
+def _make_room(path: Path) -> None:
+    """Make the folder of the result. OSError, with the reason, where the result cannot be written, before anything is solved."""
+    import os
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"-o {path}: the folder {path.parent} cannot be made ({error.strerror}: {error.filename})") from error
+    if path.is_dir():
+        raise IsADirectoryError(f"-o {path} is a folder; give the name of a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"-o {path}: {'the file' if path.exists() else f'the folder {path.parent}'} is not writable")
+
+
 def _write(path: Path, solution) -> None:
     import numpy as np
 
     figures = {name: getattr(solution, name) for name in _SAVED}
     figures["status"] = np.array([status.name for status in solution.status], dtype=str)
     figures["reported_status"] = np.array(solution.reported_status, dtype=str)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:  # np.savez would add .npz to another name
         np.savez(file, **figures)

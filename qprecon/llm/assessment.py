@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qprecon.llm.evaluation import PerplexityResult, check_perplexity, perplexity
-from qprecon.llm.loading import load_causal_lm
+from qprecon.llm.loading import load_causal_lm, load_config
 from qprecon.llm.texts import load_texts
+from qprecon.llm.windows import DEFAULT_SEQLEN, check_length
 
 EVALUATION_NAME = "qprecon_eval.json"
 
@@ -68,6 +69,8 @@ def evaluate(
         from qprecon.llm.tasks import check_tasks, evaluate_tasks
 
         check_tasks(tasks, **(task_options or {}))
+    if text is not None:
+        check_length(load_config(model), (perplexity_options or {}).get("seqlen", DEFAULT_SEQLEN))
     texts = None if text is None else load_texts(text)
     loaded, tokenizer = load_causal_lm(model, device=device)
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}

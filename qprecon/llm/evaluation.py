@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .loading import as_dtype, load_causal_lm
+from .loading import as_dtype, load_causal_lm, load_config
 from .progress import progress_bar
-from .windows import DEFAULT_SEQLEN, check_cut, check_windows, cut_windows
+from .windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
 _CHUNK_ENTRIES = 1 << 24
@@ -95,6 +95,7 @@ def perplexity(
     check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
     autocast = None if autocast is None else as_dtype(autocast)
     if isinstance(model, str | Path):
+        check_length(load_config(model), seqlen)
         model, own_tokenizer = load_causal_lm(model, device=device)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
     elif device is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from qprecon.llm.hub import ask_hub, is_hub_name
+
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
     """The device asked for; None and "auto" take the first CUDA device if there is one, else the CPU.
@@ -41,7 +43,8 @@ def load_causal_lm(
         (model in eval mode, tokenizer, or None if the folder has none).
 
     Raises:
-        FileNotFoundError: a path that does not exist, or a folder without a config.json. ValueError: an unknown dtype.
+        FileNotFoundError: a path that does not exist, or a folder without a config.json. OSError: a hub name that cannot be
+            had. ValueError: an unknown dtype.
     """
     import transformers
     from transformers import AutoModelForCausalLM
@@ -59,6 +62,15 @@ def load_causal_lm(
         loaded = AutoModelForCausalLM.from_pretrained(str(model), **{keyword: dtype})
     loaded = loaded.to(target).eval()
     return loaded, load_tokenizer(model)
+
+
+def load_config(model: str | Path) -> Any:
+    """The configuration of a model folder or hub name, without its weights. Raises as `load_causal_lm` does."""
+    from transformers import AutoConfig
+
+    _check_path(model)
+    with _named(model):
+        return AutoConfig.from_pretrained(str(model))
 
 
 def load_tokenizer(model: str | Path) -> Any:
@@ -102,12 +114,13 @@ def as_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def _check_path(model: str | Path) -> None:
-    """Refuse what is meant as a path and is none, before transformers asks the network about it."""
+    """Refuse what is meant as a path and is none, and a hub name where no hub answers, before transformers asks again and again."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder")
         return
-    hub_like = isinstance(model, str) and model.count("/") <= 1 and not model.startswith((".", "/", "~"))
-    if path.exists() or not hub_like:
+    if path.exists() or not isinstance(model, str) or not is_hub_name(model):
         raise FileNotFoundError(f"no such model folder: {model}")
+    with _named(model):
+        ask_hub(model, "model")

@@ -121,6 +121,7 @@ def model_card(report: PruneReport) -> str:
         settings["update"], "rebuilt by solving each column's quadratic program (OPTIMA), certified"
     )
     gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
+    shared = " on average, shared out between blocks by OWL" if settings.get("allocation") == "owl" else ""
     base = settings.get("model")
     front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
     return (
@@ -128,7 +129,7 @@ def model_card(report: PruneReport) -> str:
         f"# Pruned {base or 'model'}\n\n"
         f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
         f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n\n"
-        f"- Pattern: {settings['pattern']}; masks: {settings['mask']}; kept weights: {update}\n"
+        f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
         f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}\n"
         f"{gap}"
         f"- Mean relative reconstruction error of a layer: {report.mean_error('error_masked'):.4g} with the mask alone, "

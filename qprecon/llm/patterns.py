@@ -94,6 +94,12 @@ class Pattern:
                 "leave the layer out or choose another pattern"
             )
 
+    def check_some_kept(self) -> None:
+        """Raise ValueError for a pattern that keeps nothing: no one prunes all of a layer, so another number was meant."""
+        if self.fraction == 1:
+            hint = _NM_HINT if self.is_nm else "for 1 percent write '1%', and to prune no layer of a kind use targets or ignore"
+            raise ValueError(f"pattern '{self}' would leave no weight at all: {hint}")
+
     def pruned_per_group(self, n: int) -> int:
         """floor(s * n), exact: the zeros among n weights that are compared with one another."""
         return math.floor(self.fraction * n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,24 @@ import transformers
 from torch import nn
 
 import qprecon
+from qprecon.llm.allocation import owl_asked, owl_plan
 from qprecon.llm.capture import evaluation_mode
-from qprecon.llm.checkpoint import NotStreamable, Shards, open_shards, skeleton
 from qprecon.llm.clock import Clock
 from qprecon.llm.gram import collect_grams
+from qprecon.llm.half import half_precision_hint
 from qprecon.llm.journal import Journal, digest
-from qprecon.llm.loading import choose_device, load_causal_lm, load_tokenizer, model_folder
+from qprecon.llm.loading import choose_device
 from qprecon.llm.masks import get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.measure import finished_rows
 from qprecon.llm.memory import with_room
 from qprecon.llm.method import Method
+from qprecon.llm.origin import Found, find_model
 from qprecon.llm.output import check_output, complete_folder, partial_folder, save_model
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
-from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode
+from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode, say
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
 from qprecon.llm.update import grouped, prune_group
@@ -41,6 +43,8 @@ def prune_model(
     *,
     sparsity: float | str = 0.5,
     pattern: str | float | Pattern | Mapping[str, str | float | Pattern] | None = None,
+    allocation: str = "uniform",
+    allocation_options: Mapping[str, Any] | None = None,
     mask: str = "wanda",
     update: str = "optimal",
     backend: str = "auto",
@@ -74,6 +78,8 @@ def prune_model(
             tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
             patterns to patterns (layers that match none stay dense). One of the two, not both.
+        allocation: "uniform" takes the sparsity for every block; "owl" a lower one for blocks with more outliers, the same on
+            average (`qprecon.llm.allocation`; its options are lam and threshold).
         mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
         update: "optimal" solves for the kept weights; "none" keeps them; "own" takes the selector's; "adam" uses Adam.
         backend, damping, tol, solve_options: as in `qprecon.solve`.
@@ -82,7 +88,7 @@ def prune_model(
         out: a folder for the pruned model and its report; absent, empty or written by qprecon before, which is then replaced.
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
-        dtype: of a model given by name; "auto" as stored.
+        dtype: of a model given by name, while it is pruned and in `out`; "auto" as stored. On a CPU "float32" can be much faster.
         progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
         save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.packed`).
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
@@ -107,8 +113,9 @@ def prune_model(
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
         pattern = sparsity if pattern is None else pattern
-        settings |= {"pattern": _described(pattern), "device": str(device)}
-        found = _resolve_model(model, tokenizer, out, dtype, mask, notes)
+        owl = owl_asked(allocation, allocation_options, pattern, mask)
+        settings |= {"pattern": _described(pattern), "device": str(device), "allocation_options": owl and owl.options}
+        found = find_model(model, tokenizer, out, dtype, mask, notes)
         plan = plan_layers(found.model, pattern, targets, ignore)
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
         check_method(method, plan, propagate, device)
@@ -116,7 +123,11 @@ def prune_model(
         samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
         source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
     try:
+        notes += filter(None, [half_precision_hint(plan, dtype, device)])
+        say(notes, progress)
         with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
+            if owl is not None and source.finished <= plan.last:
+                plan = owl_plan(source, plan, samples, owl, store, clock, step, notes)
             rows, kept_on = _prune_blocks(source, plan, method, samples, propagate, store, clock, step, notes)
         source.close()
     finally:
@@ -183,47 +194,8 @@ _SPARSITY = 0.5  # the default, beside which a pattern may stand
 _UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity", "resume")
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The model, in memory or (with `shards`) as a skeleton."""
-
-    model: nn.Module
-    tokenizer: Any
-    name: str
-    shards: Shards | None = None
-
-
-def _resolve_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, notes: list[str]) -> _Found:
-    if isinstance(model, str | Path):
-        if out is None:
-            raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
-        if Path(model).expanduser().resolve() == Path(out).expanduser().resolve():
-            raise ValueError(f"out is the model's own folder, {out}; choose another")
-        if Path(model).expanduser().resolve() in Path(out).expanduser().resolve().parents and Path(model).is_dir():
-            raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
-        try:
-            if get_selector(mask).model_level:
-                raise NotStreamable(f"mask {mask!r} is learned on the whole model")
-            folder = model_folder(model)
-            shards = open_shards(folder)
-            return _Found(skeleton(folder, shards, dtype), tokenizer or load_tokenizer(model), str(model), shards)
-        except NotStreamable as reason:
-            notes.append(f"the model was loaded as a whole, not block by block: {reason}")
-        loaded, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
-        return _Found(loaded, tokenizer or own_tokenizer, str(model))
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
-    devices = {parameter.device for parameter in model.parameters()}
-    if any(device.type == "meta" for device in devices) or len(devices) != 1:
-        raise ValueError(
-            "the model is spread over several devices or not loaded at all (device_map); load it on one device, its "
-            "blocks are moved to `device` one at a time"
-        )
-    return _Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
-
-
 def _open_source(
-    found: _Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
+    found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
     resume: bool, clock: Clock, notes: list[str],
 ) -> MemoryBlocks | DiskBlocks:  # fmt: skip
     if found.shards is None:
@@ -251,7 +223,7 @@ def _learn_masks(
     return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
 
 
-def _stored_masks(found: _Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
+def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
     """Which stored weights are not 0, layer -> bool (N, K); read back where the model was written block by block."""
     views = [layer.view for layers in plan.layers for layer in layers]
     if found.shards is None:

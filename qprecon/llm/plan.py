@@ -61,8 +61,8 @@ def plan_layers(
     `pattern` is one for all, or a dict from layer patterns (see `targets.matches`) to patterns: the first that matches a
     layer is its own, and layers that none matches stay dense. `targets` limits the layers, `ignore` takes some out.
 
-    Raises ValueError for a layer pattern that matches nothing, an N:M pattern that does not divide a layer's inputs
-    (the layer is named), and where no layer is left.
+    Raises ValueError for a layer pattern that matches nothing, a pattern that keeps no weight, an N:M pattern that does not
+    divide a layer's inputs (the layer is named), and where no layer is left.
     """
     blocks = find_blocks(model)
     targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
@@ -71,6 +71,8 @@ def plan_layers(
         patterns = {key: Pattern.parse(value) for key, value in pattern.items()}
     else:
         patterns = Pattern.parse(pattern)
+    for each in patterns.values() if isinstance(patterns, dict) else [patterns]:
+        each.check_some_kept()
     found = [find_linears(block, model=model) for block in blocks]
     names = [view.name for linears in found for view in linears.views]
     left_out = [item for linears in found for item in linears.excluded]

@@ -54,6 +54,13 @@ def progress_bar(total: int, progress: bool | str, blocks: int | None = None) ->
             yield lambda stage, advance, **news: update(state.took(stage, advance, **news), advance)
 
 
+def say(notes: Sequence[str], progress: bool | str) -> None:
+    """What is worth knowing before hours of work, where a bar is to be shown. The report has it too."""
+    if progress_mode(progress) == "bar":
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+
+
 @dataclass
 class _State:
     """What is known of the run so far."""

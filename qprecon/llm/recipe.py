@@ -1,7 +1,7 @@
 """Recipes: everything that `qprecon prune` takes, in a YAML file.
 
 The keys are the arguments of `prune_model`, taken from its signature, so that there is one vocabulary. The words of
-Wanda's command line and of llm-compressor's recipes are read as aliases (`ALIASES`).
+Wanda's command line and of llm-compressor's recipes are read as aliases (`ALIASES`); `stages` reads the latter's own form.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import yaml
 
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.pipeline import prune_model
+from qprecon.llm.stages import without_stage
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -37,6 +38,7 @@ _FILE_TYPES: dict[str, Any] = {
     "device": str | None,
     "store": str | None,
     "dtype": str | None,
+    "allocation_options": dict[str, Any] | None,
     "mask_options": dict[str, Any] | None,
     "solve_options": dict[str, Any] | None,
 }
@@ -90,13 +92,14 @@ class Recipe(Mapping[str, Any]):
     def overridden(self, arguments: Mapping[str, Any]) -> Recipe:
         """This recipe with `arguments` in place of its own.
 
-        A new sparsity or pattern replaces both; options of a mask are added to those of the same mask.
+        A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
         """
         kept, arguments = dict(self._arguments), dict(arguments)
-        if "mask" in arguments:
-            kept.pop("mask_options", None)
-        elif "mask_options" in arguments:
-            arguments["mask_options"] = {**kept.get("mask_options", {}), **arguments["mask_options"]}
+        for word, options in (("mask", "mask_options"), ("allocation", "allocation_options")):
+            if word in arguments:
+                kept.pop(options, None)
+            elif options in arguments:
+                arguments[options] = {**kept.get(options, {}), **arguments[options]}
         if {"sparsity", "pattern"} & set(arguments):
             kept.pop("sparsity", None), kept.pop("pattern", None)
         return Recipe(kept | arguments)
@@ -160,7 +163,7 @@ def _translate(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Aliases to keys. Unknown keys are refused here, where the nearest of keys and aliases can be named."""
     translated: dict[str, Any] = {}
     said: dict[str, str] = {}
-    for word, value in arguments.items():
+    for word, value in without_stage(arguments, source).items():
         key = ALIASES.get(word, word)
         if key not in _Keys.model_fields:
             raise ValueError(f"{source}: unknown key {word!r}{_nearest(str(word))}")

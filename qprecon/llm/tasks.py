@@ -162,19 +162,20 @@ def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_
     lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
     lm.loglikelihood = functools.partial(lm.loglikelihood, disable_tqdm=not bar)
     try:
-        return simple_evaluate(
-            model=lm,
-            tasks=tasks,
-            num_fewshot=0,
-            limit=limit,
-            bootstrap_iters=0,  # the standard errors of means are computed below
-            log_samples=False,
-            # Scanning lm-eval's thousands of task files takes seconds and is of use for the hub's tasks only.
-            task_manager=TaskManager(include_defaults=any(isinstance(task, str) for task in tasks)),
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
+        with _without_git():
+            return simple_evaluate(
+                model=lm,
+                tasks=tasks,
+                num_fewshot=0,
+                limit=limit,
+                bootstrap_iters=0,  # the standard errors of means are computed below
+                log_samples=False,
+                # Scanning lm-eval's thousands of task files takes seconds and is of use for the hub's tasks only.
+                task_manager=TaskManager(include_defaults=any(isinstance(task, str) for task in tasks)),
+                random_seed=None,
+                numpy_random_seed=None,
+                torch_random_seed=None,
+            )
     finally:
         model.train(training)
 
@@ -249,3 +250,21 @@ def _quiet(hide_bars: bool) -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_git() -> Iterator[None]:
+    """Without lm-eval's look at the current folder's commit, of no use here: outside a checkout git writes "fatal: ..." to stderr,
+    past what Python can redirect."""
+    from lm_eval import evaluator
+
+    name = "get_git_commit_hash"
+    original = getattr(evaluator, name, None)
+    if original is None:  # another version, which may look elsewhere
+        yield
+        return
+    setattr(evaluator, name, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(evaluator, name, original)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from qprecon.llm.hub import ask_hub, is_hub_name
 
 # Documents streamed from a hub data set. C4 documents average about 500 tokens, so 4,096 of them hold some 2 M tokens:
 # eight times what the default of 128 windows of 2,048 tokens needs.
@@ -44,7 +47,7 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         texts = _builtin_texts()
     elif _is_file(name):
         texts = _file_texts(Path(name))
-    elif _looks_like_a_path(name):
+    elif not is_hub_name(name) and not os.path.isdir(name):
         raise FileNotFoundError(f"no such text file: {name}")
     else:
         texts = _hub_texts(name, documents)
@@ -81,11 +84,6 @@ def _is_file(name: str) -> bool:
 def _open_text(path: Path, newline: str | None = None):
     opener: Callable = gzip.open if path.suffix == ".gz" else open
     return opener(path, "rt", encoding="utf-8", newline=newline)
-
-
-def _looks_like_a_path(name: str) -> bool:
-    suffixes = (".txt", ".gz", ".raw", ".jsonl", ".json", ".md", ".text")
-    return name.startswith(("/", "./", "../", "~")) or name.endswith(suffixes)
 
 
 def _builtin_texts() -> list[str]:
@@ -139,6 +137,8 @@ def _hub_texts(name: str, documents: int) -> list[str]:
         ) from error
     path, arguments = _HUB_ALIASES.get(name, (name, {}))
     try:
+        if not os.path.isdir(path):
+            ask_hub(path, "dataset")
         rows = load_dataset(path, split="train", streaming=True, **arguments)
         return [row["text"] for row in rows.take(documents)]
     except KeyError as error:

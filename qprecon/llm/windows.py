@@ -85,15 +85,20 @@ def check_windows(model: Any, windows: Sequence[torch.Tensor]) -> None:
 
     Both would fail late, or deep inside a GPU kernel.
     """
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    positions, longest = getattr(config, "max_position_embeddings", None), max(window.numel() for window in windows)
-    if isinstance(positions, int) and 0 < positions < longest:
-        raise ValueError(f"windows of {longest:,} tokens, but the model has {positions:,} positions: use seqlen={positions}")
+    check_length(model.config, max(window.numel() for window in windows))
     vocabulary = model.get_input_embeddings().num_embeddings
     low, high = min(int(w.min()) for w in windows), max(int(w.max()) for w in windows)
     if low < 0 or high >= vocabulary:
         bad = high if high >= vocabulary else low
         raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?")
+
+
+def check_length(config: Any, longest: int) -> None:
+    """ValueError where a model's configuration has fewer positions than the longest window has tokens."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < longest:
+        raise ValueError(f"windows of {longest:,} tokens, but the model has {positions:,} positions: use seqlen={positions}")
 
 
 def resolve_bos(policy: str, tokenizer: Any) -> str:

@@ -7,6 +7,7 @@ import torch
 from qprecon.llm import prune_model
 from qprecon.llm.allocation import outlier_share, owl_densities, owl_patterns
 from qprecon.llm.masks import LayerData
+from qprecon.llm.sources import DiskBlocks
 
 from ..fixtures.golden import archive
 from .families import build, tokens
@@ -84,3 +85,55 @@ def test_the_mean_is_what_was_asked_for_and_the_model_is_pruned_so():
         assert row.zeros == patterns[block].pruned_per_group(row.n_inputs) * row.n_outputs
     with pytest.raises(ValueError, match="2:4"):
         owl_patterns(model, samples, "2:4")
+    with pytest.raises(ValueError, match=r"lam=0.4 at 95% would leave block 'model.layers.\d' no weight"):
+        owl_patterns(model, samples, 0.95, lam=0.4)
+    with pytest.raises(ValueError, match="100%"):
+        owl_patterns(model, samples, 1)
+
+
+def test_prune_model_allocates_by_itself_in_memory_and_from_disk_to_disk(tmp_path):
+    samples, options = tokens(4), {"lam": 0.2, "threshold": 3.0}
+    model = build("llama")
+    model.save_pretrained(tmp_path / "model")
+    patterns = owl_patterns(model, samples, 0.5, **options)
+    assert len(set(patterns.values())) > 1
+    common = dict(update="none", progress=False, device="cpu")
+    asked = dict(sparsity=0.5, allocation="owl", allocation_options=options, **common)
+    expected = prune_model(build("llama"), samples, pattern=patterns, **common)
+    for propagate in ("pruned", "dense"):
+        report = prune_model(build("llama"), samples, propagate=propagate, **asked)
+        assert [row.pattern for row in report.layers] == [row.pattern for row in expected.layers]
+        assert report.phase_seconds["allocate"] > 0
+    streamed = prune_model(tmp_path / "model", samples, out=tmp_path / "out", **asked)
+    assert streamed.settings["streamed"] and streamed.settings["pattern"] == "50%"
+    assert streamed.settings["allocation_options"] == options
+    assert [(row.pattern, row.zeros) for row in streamed.layers] == [(row.pattern, row.zeros) for row in expected.layers]
+    assert "Pattern: 50% on average, shared out between blocks by OWL;" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_run_that_stopped_goes_on_with_the_same_shares(tmp_path, monkeypatch):
+    samples = tokens(4)
+    build("llama").save_pretrained(tmp_path / "model")
+    common = dict(backend="cholesky", progress=False, device="cpu")
+    asked = dict(allocation="owl", allocation_options={"lam": 0.2, "threshold": 3}, **common)
+    whole = prune_model(tmp_path / "model", samples, out=tmp_path / "whole", **asked)
+    finish = DiskBlocks.finish
+
+    def stop_after_one(source, index, rows):
+        finish(source, index, rows)
+        if index == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(DiskBlocks, "finish", stop_after_one)
+        prune_model(tmp_path / "model", samples, out=tmp_path / "out", **asked)
+    continued = prune_model(tmp_path / "model", samples, out=tmp_path / "out", **asked)
+    assert any("continued after" in note for note in continued.warnings)
+    assert [row.pattern for row in continued.layers] == [row.pattern for row in whole.layers]
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
+        patched.setattr(DiskBlocks, "finish", stop_after_one)
+        prune_model(tmp_path / "model", samples, out=tmp_path / "other", **asked)
+    with pytest.raises(ValueError, match="other settings: .*allocation"):
+        prune_model(tmp_path / "model", samples, out=tmp_path / "other", **common)

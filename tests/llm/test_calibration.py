@@ -199,6 +199,7 @@ def test_data_sets_are_streamed(monkeypatch):
         return FakeRows({"text": f"document {i}"} for i in range(9))
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("qprecon.llm.texts.ask_hub", lambda name, kind: None)
     assert load_texts("c4", documents=3) == ["document 0", "document 1", "document 2"]
     assert len(load_texts("someone/else")) == 9
     shard = {"train": "en/c4-train.00000-of-01024.json.gz"}
@@ -211,6 +212,7 @@ def test_a_data_set_that_cannot_be_had_says_what_to_give(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("qprecon.llm.texts.ask_hub", lambda name, kind: None)
     with pytest.raises(OSError, match="no network.*builtin"):
         load_texts("c4")
 

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from qprecon.llm import evaluation
+from qprecon.llm import assessment, evaluation
 from qprecon.llm.evaluation import perplexity
 from qprecon.llm.loading import choose_device, load_causal_lm
 
@@ -149,6 +149,18 @@ def test_bad_arguments_are_named(model, tokens, arguments, match):
 def test_windows_longer_than_the_models_positions_are_refused():
     with pytest.raises(ValueError, match="seqlen=32"):
         perplexity(toy_llama(positions=32), torch.zeros(100, dtype=torch.long), seqlen=33)
+
+
+def test_they_are_refused_before_the_weights_of_a_folder_are_read(tmp_path, monkeypatch):
+    toy_llama(positions=32).save_pretrained(tmp_path)
+    for module in (evaluation, assessment):
+        monkeypatch.setattr(module, "load_causal_lm", lambda *a, **k: pytest.fail("the weights were read"))
+    with pytest.raises(ValueError, match="33 tokens, but the model has 32 positions"):
+        perplexity(tmp_path, TOKENS, seqlen=33)
+    with pytest.raises(ValueError, match="33 tokens, but the model has 32 positions"):
+        assessment.evaluate(tmp_path, text="builtin", perplexity_options={"seqlen": 33})
+    with pytest.raises(ValueError, match="2,048 tokens, but the model has 32 positions"):
+        assessment.evaluate(tmp_path, text="builtin")
 
 
 def test_nan_logits_are_an_error_with_the_window():

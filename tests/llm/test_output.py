@@ -102,5 +102,9 @@ def test_out_inside_the_models_folder_is_refused(tmp_path):
 
 
 def test_a_layer_without_weights_is_a_warning(tmp_path):
-    report = prune(build("llama"), tmp_path / "out", pattern="100%")
+    model = build("llama")
+    linears = {name: module for name, module in model.named_modules() if "layers.0." in name and name.endswith("proj")}
+    masks = {name: torch.ones_like(module.weight) for name, module in linears.items()}
+    masks["model.layers.0.mlp.up_proj"].zero_()
+    report = prune(model, tmp_path / "out", mask="given", mask_options={"masks": masks, "orientation": "KN"})
     assert any("no weight left" in warning for warning in report.warnings)

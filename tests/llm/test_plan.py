@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qprecon.errors import UnknownBackendError
-from qprecon.llm import prune_model
+from qprecon.llm import half, prune_model
 from qprecon.llm.plan import calibration_samples, plan_layers
 from qprecon.llm.targets import ATTENTION, matches
 
@@ -138,6 +138,18 @@ class Untouched:
         (dict(mask="proxsparse"), ValueError, "mask 'proxsparse' makes 2:4 only, not 50%"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"lamda": 1}), ValueError, "mask 'proxsparse'.*lamda"),
         (dict(sparsity=1.5), ValueError, r"sparsity must lie in \[0, 1\]"),
+        (dict(sparsity=1), ValueError, "pattern '100%' would leave no weight.*write '1%'"),
+        (dict(pattern="100%"), ValueError, "pattern '100%' would leave no weight"),
+        (dict(pattern="0:4"), ValueError, "pattern '0:4' would leave no weight.*keeps N of every M"),
+        (dict(pattern={"q_proj": 0.5, "mlp": "0:8"}), ValueError, "pattern '0:8' would leave no weight"),
+        (dict(allocation="olw"), ValueError, "allocation must be one of uniform, owl, got 'olw'"),
+        (dict(allocation_options={"lam": 0.1}), ValueError, r"allocation_options \(lam\) need allocation='owl'"),
+        (dict(allocation="owl", allocation_options={"lamda": 1}), ValueError, "no option 'lamda'.*lam, threshold"),
+        (dict(allocation="owl", allocation_options={"lam": -1}), ValueError, "OWL's lam must be a number and not negative, got -1"),
+        (dict(allocation="owl", allocation_options={"threshold": "5"}), ValueError, "OWL's threshold must be a number"),
+        (dict(allocation="owl", pattern="2:4"), ValueError, "no use for 2:4"),
+        (dict(allocation="owl", pattern={"mlp": 0.5}), ValueError, "needs one sparsity for all layers"),
+        (dict(allocation="owl", mask="given"), ValueError, "given masks are taken as they are"),
         (dict(damping=-1.0), ValueError, "damping"),
         (dict(pattern="3:5"), ValueError, "layers.0.self_attn.q_proj"),
         (dict(device="cuda:77"), (ValueError, RuntimeError, AssertionError), "(?i)cuda"),
@@ -199,3 +211,38 @@ def test_bad_calibration():
 def test_an_unknown_mask_option_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match=r"mask 'sparsegpt': .*'foo'; its options are block_size, damping"):
         prune_model(build("llama"), tokens(2), mask="sparsegpt", mask_options={"foo": 1}, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "device", "seconds", "hint"),
+    [
+        (torch.bfloat16, "auto", "cpu", 5.0, True),
+        (torch.float16, "auto", "cpu", 5.0, True),
+        (torch.bfloat16, "auto", "cpu", 1.5, False),  # a CPU with instructions for it
+        (torch.float32, "auto", "cpu", 5.0, False),
+        (torch.bfloat16, "bfloat16", "cpu", 5.0, False),  # asked for
+        (torch.bfloat16, "auto", "cuda", 5.0, False),
+    ],
+)
+def test_half_precision_is_worth_a_word_where_a_cpu_is_slow_with_it(monkeypatch, stored, dtype, device, seconds, hint):
+    monkeypatch.setattr(half, "product_seconds", lambda each: 1.0 if each == torch.float32 else seconds)
+    found = half.half_precision_hint(plan_layers(build("llama").to(stored), 0.5), dtype, torch.device(device))
+    if not hint:
+        assert found is None
+        return
+    name = str(stored).removeprefix("torch.")
+    assert f"are {name}; products of them take 5 times as long" in found and 'dtype="float32" (--dtype float32' in found
+
+
+def test_the_seconds_of_a_product_are_measured():
+    assert 0 < half.product_seconds(torch.float32) < 10
+
+
+def test_the_word_comes_before_the_work_and_stands_in_the_report(monkeypatch, capsys):
+    monkeypatch.setattr(half, "product_seconds", lambda each: 1.0 if each == torch.float32 else 5.0)
+    common = dict(update="none", targets="layers.0", device="cpu")
+    for progress, said in (("bar", 1), ("json", 0), (False, 0)):
+        report = prune_model(build("llama").to(torch.bfloat16), tokens(2), progress=progress, **common)
+        assert sum("--dtype float32" in warning for warning in report.warnings) == 1
+        assert sum(line.startswith("note: the weights are bfloat16") for line in capsys.readouterr().err.splitlines()) == said
+    assert prune_model(build("llama"), tokens(2), progress=False, **common).warnings == ()

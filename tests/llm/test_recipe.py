@@ -86,6 +86,76 @@ def test_the_words_of_other_tools(tmp_path, text, arguments):
     assert dict(load_recipe(written(tmp_path, text))) == arguments
 
 
+def staged(modifiers, stage="sparsity_stage", group="sparsity_modifiers"):
+    return {stage: {group: modifiers}}
+
+
+STAGE = """
+model: M
+sparsity_stage:
+  run_type: oneshot
+  sparsity_modifiers:
+    SparseGPTModifier:
+      sparsity: 0.5
+      mask_structure: 2:4
+      block_size: 64
+      dampening_frac: 0.001
+      sequential_update: true
+      preserve_sparsity_mask: false
+      sparsity_profile: null
+      targets: ["Linear"]
+      ignore: ["re:.*lm_head"]
+"""
+
+
+def test_a_stage_of_llm_compressor(tmp_path):
+    expected = dict(mask="sparsegpt", pattern="2:4", mask_options={"block_size": 64}, damping=0.001, ignore=["re:.*lm_head"])
+    recipe = load_recipe(written(tmp_path, STAGE))
+    assert dict(recipe) == dict(model="M", **expected)
+    recipe.save(tmp_path)  # in the plain form
+    assert dict(load_recipe(tmp_path / "recipe.yaml")) == dict(recipe)
+    owl = {"sparsity": 0.7, "sparsity_profile": "owl", "owl_m": 5, "owl_lmbda": 0.08, "mask_structure": "0:0"}
+    assert dict(Recipe(staged({"WandaPruningModifier": owl}, "default_stage", "default_modifiers"))) == dict(
+        mask="wanda", sparsity=0.7, allocation="owl", allocation_options={"threshold": 5, "lam": 0.08}
+    )
+    magnitude = {"init_sparsity": 0.0, "final_sparsity": 0.6, "start": 0, "end": 5, "update_scheduler": "cubic",
+                 "mask_structure": "unstructured", "targets": "__ALL_PRUNABLE__"}  # fmt: skip
+    assert dict(Recipe(staged({"MagnitudePruningModifier": magnitude}))) == dict(mask="magnitude", sparsity=0.6)
+    assert dict(Recipe(staged({"WandaPruningModifier": None}))) == dict(mask="wanda")
+    assert command_recipe(written(tmp_path, STAGE), {"out": "O", "sparsity": 0.6})["sparsity"] == 0.6
+
+
+GPTQ = {"GPTQModifier": {"scheme": "W4A16"}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "culprits"),
+    [
+        ({**staged({"WandaPruningModifier": {}}), **staged(GPTQ, "quant_stage")}, ("several stages (sparsity_stage, quant",)),
+        (staged(GPTQ), ("modifier 'GPTQModifier'", "known: SparseGPTModifier, WandaPruningModifier, MagnitudePruningModifier")),
+        (staged({"SparseGPTModifier": {}, **GPTQ}), ("modifier 'GPTQModifier'",)),
+        (staged({"WandaModifier": {}}), ("modifier 'WandaModifier'", "known: SparseGPT")),
+        (staged({"SparseGPTModifier": {}, "WandaPruningModifier": {}}), ("one pruning modifier", "SparseGPTModifier, WandaPru")),
+        (staged({}), ("one pruning modifier, it has none",)),
+        (staged({"SparseGPTModifier": {"preserve_sparsity_mask": True}}), ("preserve_sparsity_mask: True", "no counterpart")),
+        (staged({"SparseGPTModifier": {"sparsty": 0.5}}), ("SparseGPTModifier has sparsty", "read are sparsity")),
+        (staged({"SparseGPTModifier": {"mask_structure": "1:4"}}), ("mask_structure '1:4'", "kept or pruned")),
+        (staged({"SparseGPTModifier": {"sparsity": [0.5, 0.6]}}), ("sparsity: [0.5, 0.6]",)),
+        (staged({"MagnitudePruningModifier": {"sparsity": 0.5, "final_sparsity": 0.6}}), ("gives sparsity twice",)),
+        ({**staged({"WandaPruningModifier": {"sparsity": 0.5}}), "sparsity": 0.6}, ("'sparsity' stands in sparsity_stage and",)),
+        ({**staged({"WandaPruningModifier": {"sparsity": 0.5}}), "sparsity_ratio": 0.6}, ("'sparsity_ratio'", "same thing")),
+        ({"sparsity_stage": {"run_type": "train"}}, ("sparsity_stage has 'run_type'",)),
+        ({"sparsity_stage": 3}, ("sparsity_stage is a mapping, this is 3",)),
+        (staged({"SparseGPTModifier": 0.5}), ("SparseGPTModifier is a mapping, this is 0.5",)),
+    ],
+)
+def test_a_stage_that_asks_for_something_else_names_it(recipe, culprits):
+    with pytest.raises(ValueError) as error:
+        Recipe(recipe, "r.yaml")
+    for culprit in (*culprits, "r.yaml"):
+        assert culprit in str(error.value)
+
+
 def test_flags_go_before_the_recipe(tmp_path):
     path = written(tmp_path, "model: M\nout: O\npattern: 2:4\nseed: 3\n")
     assert dict(command_recipe(path, {"sparsity": 0.7, "seed": 4})) == dict(
@@ -95,6 +165,9 @@ def test_flags_go_before_the_recipe(tmp_path):
     options = Recipe({"mask": "thanos", "mask_options": {"a": 1, "b": 2}})
     assert options.overridden({"mask_options": {"b": 3}})["mask_options"] == {"a": 1, "b": 3}
     assert "mask_options" not in options.overridden({"mask": "wanda"})  # options of another mask
+    owl = Recipe({"allocation": "owl", "allocation_options": {"lam": 0.1}})
+    assert owl.overridden({"allocation_options": {"threshold": 3}})["allocation_options"] == {"lam": 0.1, "threshold": 3}
+    assert "allocation_options" not in owl.overridden({"allocation": "uniform"})
     with pytest.raises(ValueError, match="MODEL is missing"):
         command_recipe(None, {})
 

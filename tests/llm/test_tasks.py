@@ -1,6 +1,7 @@
 """Tasks through lm-eval: local files make the very requests that lm-eval's own configurations make of the hub's rows."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,21 @@ def test_the_command_measures_and_keeps_results_beside_the_model(data, model, tm
     assert [row["limit"] for row in saved["tasks"]] == [None, None, 1, 1]
     assert len(saved["perplexity"]) == 1 and saved["perplexity"][0]["value"] == result["perplexity"]["value"]
     assert result["tasks"]["scores"][0]["items"] == 1
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_git_has_nothing_to_say_outside_a_checkout(data, model, tmp_path, monkeypatch, capfd):
+    from lm_eval import evaluator
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setenv("LC_ALL", "C")
+    original = evaluator.get_git_commit_hash
+    original()
+    assert "not a git repository" in capfd.readouterr().err  # of a child process: what this test would see
+    evaluate_tasks(model, "piqa", data_dir=data, tokenizer=toy_tokenizer(), limit=1)
+    assert "git" not in capfd.readouterr().err
+    assert evaluator.get_git_commit_hash is original
 
 
 def test_results_under_other_conditions_stay(tmp_path):

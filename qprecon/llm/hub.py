@@ -1,0 +1,54 @@
+"""Names on the hub: what can be one, and whether the hub answers at all.
+
+Its libraries ask six times, with longer and longer waits between, before they say that there is no network: half a minute for a
+mistyped path. One question first says so at once; a hub that answers, with an error too, is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+# A hub name may hold dots ("Llama-3.1-8B"); with one of these endings it is a file's.
+_SUFFIXES = tuple(
+    ".txt .text .md .raw .json .jsonl .csv .tsv .parquet .arrow .gz .zst .xz .bz2 .zip .tar .npz .npy .yaml .yml .py "
+    ".safetensors .bin .pt .pth .ckpt .gguf .onnx .h5".split()
+)
+_SECONDS = 10.0  # to wait for an answer, as long as the hub's library does
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a string can be a name on the hub, `name` or `owner/name`; anything else is meant as a path."""
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return not name.lower().endswith(_SUFFIXES)
+
+
+def ask_hub(name: str, kind: str) -> None:
+    """OSError, soon, if the hub does not answer and no copy of `name` is here. kind: "model" or "dataset"."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if any(folder.is_dir() for folder in _copies(name, kind)):
+        return
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=_SECONDS)
+    except (HfHubHTTPError, OfflineModeIsEnabled):
+        return  # it answers, or is not to be asked: the libraries tell at once what that means for them
+    except Exception as error:  # of requests, of httpx, of sockets: as the library's version has it
+        raise OSError(f"the hub does not answer ({error})") from error
+
+
+def _copies(name: str, kind: str) -> Iterator[Path]:
+    """Where the libraries keep what they fetched."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    yield Path(HF_HUB_CACHE, "--".join([f"{kind}s", *name.split("/")]), "snapshots")
+    if kind == "dataset":
+        from datasets.config import HF_DATASETS_CACHE
+
+        yield Path(HF_DATASETS_CACHE, name.replace("/", "___"))

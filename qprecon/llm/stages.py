@@ -1,0 +1,85 @@
+"""llm-compressor's recipes: `*_stage: *_modifiers: NAMEModifier: {...}` -> the words of a plain recipe.
+
+One stage with one pruning modifier. What else such a recipe can hold (several stages, quantisation, training) is not done here, and
+a recipe that asks for it is refused rather than done in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MASKS = {"SparseGPTModifier": "sparsegpt", "WandaPruningModifier": "wanda", "MagnitudePruningModifier": "magnitude"}
+
+_SAME = ("sparsity", "mask_structure", "dampening_frac", "targets", "ignore")
+_OTHER = {
+    "final_sparsity": ("sparsity",),
+    "block_size": ("mask_options", "block_size"),
+    "sparsity_profile": ("allocation",),
+    "owl_m": ("allocation_options", "threshold"),
+    "owl_lmbda": ("allocation_options", "lam"),
+}
+# Where and when, not what: the grouping of computations, and the schedule by which training reaches the final sparsity.
+_WITHOUT_EFFECT = (
+    "group", "index", "sequential_update", "sequential_targets", "offload_hessians", "init_sparsity", "start", "end",
+    "update_scheduler", "leave_enabled",
+)  # fmt: skip
+# Values that say what holds here anyway.
+_DEFAULTS = {
+    "preserve_sparsity_mask": False, "apply_globally": False, "mask_structure": "unstructured", "targets": "__ALL_PRUNABLE__"
+}  # fmt: skip
+
+
+def without_stage(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`arguments` with the words of its stage, if it has one, in the stage's place. ValueError for what cannot be done as asked."""
+    stages = [word for word in arguments if str(word).endswith("_stage")]
+    if not stages:
+        return dict(arguments)
+    if len(stages) > 1:
+        raise ValueError(f"{source}: several stages ({', '.join(stages)}); keep the one that prunes")
+    name, options = _modifier(stages[0], arguments[stages[0]], source)
+    words = {"mask": MASKS[name], **_words(name, options, source)}
+    plain = {word: value for word, value in arguments.items() if word not in stages}
+    if twice := sorted(set(plain) & set(words)):
+        raise ValueError(f"{source}: {twice[0]!r} stands in {stages[0]} and beside it; keep one")
+    return plain | words
+
+
+def _modifier(stage: str, groups: Any, source: str) -> tuple[str, dict[str, Any]]:
+    """The stage's only modifier and its options."""
+    groups = {key: value for key, value in _mapping(groups, stage, source).items() if (key, value) != ("run_type", "oneshot")}
+    if strangers := [str(key) for key in groups if not str(key).endswith("_modifiers")]:
+        raise ValueError(f"{source}: {stage} has {strangers[0]!r}; what stands in a stage is '..._modifiers'")
+    found = [item for key, value in groups.items() for item in _mapping(value, str(key), source).items()]
+    known = f"known: {', '.join(MASKS)}"
+    for name, _ in found:
+        if name not in MASKS:
+            raise ValueError(f"{source}: {stage} has the modifier {name!r}, which is not done here; {known}")
+    if len(found) != 1:
+        names = ", ".join(str(name) for name, _ in found) or "none"
+        raise ValueError(f"{source}: {stage} must have one pruning modifier, it has {names}; {known}")
+    name, options = found[0]
+    return name, _mapping({} if options is None else options, name, source)
+
+
+def _words(name: str, options: Mapping[str, Any], source: str) -> dict[str, Any]:
+    words: dict[str, Any] = {}
+    for key, value in options.items():
+        if value is None or key in _WITHOUT_EFFECT or (key in _DEFAULTS and value in (_DEFAULTS[key], [_DEFAULTS[key]])):
+            continue
+        path = (key,) if key in _SAME else _OTHER.get(key)
+        if path is None:
+            raise ValueError(
+                f"{source}: {name} has {key}: {value!r}, which has no counterpart here; read are {', '.join([*_SAME, *_OTHER])}"
+            )
+        inner = words if len(path) == 1 else words.setdefault(path[0], {})
+        if path[-1] in inner:
+            raise ValueError(f"{source}: {name} gives {path[-1]} twice; keep one")
+        inner[path[-1]] = value
+    return words
+
+
+def _mapping(value: Any, what: str, source: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{source}: {what} is a mapping, this is {value!r}")
+    return dict(value)
