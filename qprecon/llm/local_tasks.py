@@ -1,7 +1,8 @@
 """Zero-shot tasks from local jsonl(.gz) files, with lm-eval's own prompts, for machines without a hub.
 
-Each task reads rows of a plain format and turns them into what lm-eval's templates see of the hub's data set, so that
-the requests are the same strings. The tests hold them to the configurations that lm-eval ships.
+Each task reads rows of a plain format and makes the strings that lm-eval's templates make of the hub's data set. They are fields of
+the rows, not templates: lm-eval compiles a template anew for every item, several times. The tests hold them to the configurations
+that lm-eval ships.
 """
 
 from __future__ import annotations
@@ -90,6 +91,20 @@ def _first(rows: list[Row], task: LocalTask, limit: int | None) -> list[Row]:
     return kept
 
 
+def _question(row: Row) -> Row:
+    """ARC's words, and PIQA's."""
+    return {"query": f"Question: {row['question']}\nAnswer:", "choices": row["choices"], "label": row["label"]}
+
+
+def _piqa(row: Row) -> Row:
+    return _question({"question": row["goal"], "choices": [row["sol1"], row["sol2"]], "label": row["label"]})
+
+
+def _lambada(row: Row) -> Row:
+    *before, last = row["text"].split(" ")
+    return {"query": " ".join(before), "last": f" {last}"}
+
+
 def _winogrande(row: Row) -> Row:
     """Both options are put in the gap, and what follows is scored: the contexts differ, the continuation is one."""
     before, _, after = row["sentence"].partition("_")
@@ -129,7 +144,7 @@ def _mmlu(row: Row) -> Row:
 
 
 _LABELLED = {"doc_to_target": "label", "doc_to_choice": "choices"}
-_QUESTION = {"doc_to_text": "Question: {{question}}\nAnswer:", **_LABELLED}
+_QUERY = {"doc_to_text": "query", **_LABELLED}
 _ACC = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
 _PERPLEXITY = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
 _ARC_FIELDS = ("question", "choices", "label")
@@ -145,10 +160,11 @@ LOCAL_TASKS: dict[str, LocalTask] = {
     "piqa": LocalTask(
         ("piqa_valid", "piqa_validation"),
         ("goal", "sol1", "sol2", "label"),
-        {"doc_to_text": "Question: {{goal}}\nAnswer:", "doc_to_target": "label", "doc_to_choice": "{{[sol1, sol2]}}"},
+        _QUERY,
+        _piqa,
     ),
-    "arc_easy": LocalTask(("arc_easy_test",), _ARC_FIELDS, _QUESTION),
-    "arc_challenge": LocalTask(("arc_challenge_test",), _ARC_FIELDS, _QUESTION),
+    "arc_easy": LocalTask(("arc_easy_test",), _ARC_FIELDS, _QUERY, _question),
+    "arc_challenge": LocalTask(("arc_challenge_test",), _ARC_FIELDS, _QUERY, _question),
     "winogrande": LocalTask(
         ("winogrande_dev", "winogrande_validation"),
         ("sentence", "option1", "option2", "answer"),
@@ -173,9 +189,10 @@ LOCAL_TASKS: dict[str, LocalTask] = {
         ("text",),
         {
             "output_type": "loglikelihood",
-            "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
-            "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+            "doc_to_text": "query",
+            "doc_to_target": "last",
             "metric_list": _PERPLEXITY + _ACC,
         },
+        _lambada,
     ),
 }

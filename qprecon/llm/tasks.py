@@ -15,7 +15,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_
     # lm-eval sets a padding token, so it gets a tokenizer of its own.
     lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
     lm.loglikelihood = functools.partial(lm.loglikelihood, disable_tqdm=not bar)
+    lm.tok_encode = _remembering(lm.tok_encode)
     try:
         with _without_git():
             return simple_evaluate(
@@ -178,6 +179,13 @@ def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_
             )
     finally:
         model.train(training)
+
+
+def _remembering(encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """The same of a text seen a moment ago without work: lm-eval tokenises an item's context again for each of its choices, which
+    is most of what MMLU takes beside the model."""
+    remembered = functools.lru_cache(maxsize=64)(lambda *args, **more: tuple(encode(*args, **more)))
+    return lambda *args, **more: list(remembered(*args, **more))
 
 
 def _score(name: str, results: dict[str, Any]) -> TaskScore:

@@ -10,7 +10,7 @@ import torch
 from qprecon import cli
 from qprecon.llm import assessment
 from qprecon.llm.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
-from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _names, evaluate_tasks
+from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _names, _remembering, evaluate_tasks
 
 from .toy_tasks import ROWS, write_tasks
 from .toy_text import toy_llama, toy_tokenizer
@@ -139,6 +139,20 @@ def test_all_tasks_run_and_the_average_is_the_papers(data, model, capsys):
     assert "average of six" in str(result)
     limited = evaluate_tasks(model, "mmlu", data_dir=data, tokenizer=tokenizer, limit=1)
     assert limited.scores[0].items == 2 and limited.average is None  # one of each subject
+
+
+def test_an_items_context_is_tokenised_once():
+    seen = []
+
+    def encode(text, add_special_tokens=None):
+        seen.append((text, add_special_tokens))
+        return [len(text)]
+
+    remembering = _remembering(encode)
+    first = remembering("w1 w2", add_special_tokens=False)
+    first.append(7)  # the caller's own
+    assert remembering("w1 w2", add_special_tokens=False) == [5] and remembering("w1 w2") == [5]
+    assert seen == [("w1 w2", False), ("w1 w2", None)]
 
 
 def test_standard_errors():
