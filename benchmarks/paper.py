@@ -40,7 +40,7 @@ import torch
 # The package of this checkout, installed or not; this file's own folder is there anyway.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paper_rows import DENSE, LEARNED, SCORED, Row, chosen, reference
+from paper_rows import DAMPING, DENSE, LEARNED, SCORED, Row, chosen, reference
 
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration import calibration_windows
@@ -55,7 +55,7 @@ from qprecon.llm.windows import TokenWindows, cut_windows
 
 TEXTS = {"wikitext2": "wikitext2_train_5k.txt.gz", "c4": "c4_train_first1000.jsonl.gz"}
 TEST_TEXT = "wiki.test.raw.gz"
-SEED, DAMPING, TOL = 0, 0.01, 1e-4
+SEED, TOL = 0, 1e-4
 PROX_EPOCHS = 3
 # By model type and width: folders made from a GGUF don't hold the model's usual name.
 NAMES = {("llama", 576): "SmolLM2-135M", ("gemma3_text", 640): "Gemma-3-270M"}
@@ -150,7 +150,7 @@ def prune(bench: Bench, row: Row) -> tuple[PruneReport, float]:
         mask, options = "given", {"masks": masks}
     started = time.perf_counter()
     report = prune_model(
-        bench.model, windows, pattern=row.pattern, mask=mask, update=row.update, damping=DAMPING, tol=TOL,
+        bench.model, windows, pattern=row.pattern, mask=mask, update=row.update, damping=row.damping, tol=TOL,
         ignore=ignore, mask_options=options, device=bench.dense[0].device, progress=False,
     )  # fmt: skip
     _wait(bench)
@@ -181,7 +181,7 @@ def measure(bench: Bench, row: Row, scored: bool = False) -> dict:
     return identity(bench, row) | {
         "perplexity": found.value, "seconds": 0.0, **pruned, "eval_seconds": round(found.seconds, 3), **accuracy,
         "protocol": {
-            "dtype": "float32", "seqlen": bench.seqlen, "seed": SEED, "damping": DAMPING, "tol": TOL, "propagate": "pruned",
+            "dtype": "float32", "seqlen": bench.seqlen, "seed": SEED, "damping": row.damping, "tol": TOL, "propagate": "pruned",
             "text": TEXTS.get(row.calibration), "bos": bench.test.bos,
         },
         "eval": {
@@ -205,7 +205,7 @@ def identity(bench: Bench, row: Row) -> dict:
     """What tells rows of one file apart."""
     return {
         "model": bench.name, "calibration": row.calibration, "windows": row.windows, "pattern": row.pattern,
-        "mask": row.mask, "update": row.update, "layers": row.layers,
+        "mask": row.mask, "update": row.update, "layers": row.layers, "damping": row.damping,
         "seqlen": bench.seqlen, "eval_windows": bench.eval_windows,
     }  # fmt: skip
 
@@ -341,6 +341,7 @@ def line(result: dict) -> str:
     gap = result.get("max_relative_gap")
     certified = "" if gap is None else f"  gap {gap:.1e} ({result['uncertified']} columns above {TOL:g})"
     extra = "" if result["layers"] == "all" else f" [{result['layers']}]"
+    extra += "" if result["damping"] == DAMPING else f" [damping {result['damping']:g}]"
     scored = f"  average acc {100 * result['accuracy']['average']:.2f} %" if "accuracy" in result else ""
     return (
         f"{result['calibration']:>9} x{result['windows']:<3} {result['pattern']:>5} {result['mask']:>10} + {result['update']:<7}"

@@ -9,6 +9,8 @@ PATTERNS = ("50%", "60%", "2:4")
 WINDOWS = 128  # of the full protocol; sizes are stated for it
 SIZES = (1, 4, 16, 64, 128, 192)
 SCORED = "accuracy"  # the group whose rows are scored on tasks too, where there are any
+DAMPING = 0.01
+DAMPINGS = (0.001, 0.1, 1.0)  # others, in a group of their own
 LEARNED = "proxsparse"  # masks of the whole model at once, 2:4 only
 
 
@@ -22,9 +24,11 @@ class Row:
     update: str
     windows: int = WINDOWS
     layers: str = "all"
+    damping: float = DAMPING
 
     def __str__(self) -> str:
         extra = "" if self.layers == "all" else f", {self.layers} only"
+        extra += "" if self.damping == DAMPING else f", damping {self.damping:g}"
         return f"{self.calibration} x{self.windows}, {self.pattern}, {self.mask} + {self.update}{extra}"
 
 
@@ -62,6 +66,7 @@ def groups(windows: int) -> dict[str, list[Row]]:
         "c4adam": _rows("c4", ["50%"], _ADAM, **same),
         SCORED: [Row(*DENSE, windows=0), *_rows("wikitext2", ["50%", "2:4"], (*_CORE, *_THANOS), **same)],
         "sizes": _sizes(windows),
+        "damping": [row for d in DAMPINGS for row in _rows("wikitext2", ["50%"], _WANDA[1:] + _CORE[3:], damping=d, **same)],
         "mlp": _rows("wikitext2", ["2:4"], (*_CORE, *_THANOS), layers="mlp", **same),
         "masks": _rows("wikitext2", PATTERNS, _MORE, **same),
         "c4masks": _rows("c4", PATTERNS, _MORE, **same),
@@ -110,6 +115,7 @@ def reference(result: dict) -> float | None:
     """The prototype's perplexity for a row of results, None where it has none or the protocol is another one."""
     protocol = result["eval"]
     full = result["model"] == REFERENCE_MODEL and protocol["seqlen"] == 2048 and protocol["whole_text"]
-    full = full and result["windows"] in (0, WINDOWS) and result["layers"] == "all" and protocol["autocast"] == "bfloat16"
+    full = full and result["damping"] == DAMPING and result["layers"] == "all" and result["windows"] in (0, WINDOWS)
+    full = full and protocol["autocast"] == "bfloat16"
     key = (result["calibration"], result["pattern"], result["mask"], result["update"])
     return REFERENCE.get(key) if full else None

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from paper_rows import SIZES, reference
+from paper_rows import DAMPING, DAMPINGS, SIZES, reference
 
 HERE = Path(__file__).parent
 PATTERNS = ("50%", "60%", "70%", "2:4")
@@ -46,9 +46,10 @@ class Table:
     def dense(self) -> dict | None:
         return next((row for row in self.rows if row["pattern"] == "dense"), None)
 
-    def get(self, calibration: str, pattern: str, mask: str, update: str, windows: int = 0, layers: str = "all") -> dict | None:
-        wanted = {"calibration": calibration, "pattern": pattern, "mask": mask, "update": update, "layers": layers,
-                  "windows": windows or self.windows}  # fmt: skip
+    def get(self, calibration: str, pattern: str, mask: str, update: str, windows: int = 0, **more) -> dict | None:
+        """`more`: layers and damping, if not all and 0.01."""
+        wanted = {"calibration": calibration, "pattern": pattern, "mask": mask, "update": update,
+                  "windows": windows or self.windows, "layers": "all", "damping": DAMPING, **more}  # fmt: skip
         return next((row for row in self.rows if wanted.items() <= row.items()), None)
 
     def patterns(self, calibration: str, layers: str = "all") -> list[str]:
@@ -167,7 +168,8 @@ def _seconds(row: dict | None) -> str:
     phases = row["phases"]
     learned = row["seconds"] - sum(phases.values()) if row["mask"] == "proxsparse" else 0.0
     masks = phases.get("mask", 0) + learned
-    return f"{row['seconds']:.1f} ({masks:.1f} + {phases.get('update', 0):.1f})"
+    weights = sum(phases.get(phase, 0) for phase in ("solve", "audit", "update"))  # "update" alone was all of it once
+    return f"{row['seconds']:.1f} ({masks:.1f} + {weights:.1f})"
 
 
 def certificate_table(table: Table, calibration: str = "wikitext2") -> str:
@@ -187,6 +189,17 @@ SIZE_METHODS = (("wanda", "none"), ("sparsegpt", "own"), ("wanda", "optimal"), (
 def sizes_of(table: Table) -> list[int]:
     sizes = sorted({*SIZES, table.windows})
     return [size for size in sizes if any(table.get("wikitext2", "50%", *method, windows=size) for method in SIZE_METHODS)]
+
+
+def damping_table(table: Table) -> str:
+    dampings = [d for d in sorted({*DAMPINGS, DAMPING}) if table.get("wikitext2", "50%", "wanda", "optimal", damping=d)]
+    if len(dampings) < 2:
+        return ""
+    lines = [
+        [*_label(mask, "optimal"), *(_ppl(table.get("wikitext2", "50%", mask, "optimal", damping=d)) for d in dampings)]
+        for mask in ("wanda", "sparsegpt")
+    ]
+    return markdown(["mask, 50 %", "weights", *(f"damping {d:g}" for d in dampings)], lines)
 
 
 def sizes_table(table: Table) -> str:
@@ -223,6 +236,7 @@ def sections(table: Table) -> str:
         ("### Adam, calibrated on WikiText-2", adam_table(table, "wikitext2")),
         ("### Adam, calibrated on C4", adam_table(table, "c4")),
         ("### Perplexity against the number of calibration windows", sizes_table(table)),
+        ("### Perplexity against damping", damping_table(table)),
         ("### Time to prune, and of that masks + weights", time_table(table) if "wikitext2" in calibrations else ""),
         ("### Certificates", certificate_table(table) if "wikitext2" in calibrations else ""),
         ("### Against the prototype", prototype_table(table)),

@@ -21,6 +21,12 @@ LABELS = {
     ("wanda", "optimal"): "**Wanda + optimal**",
     ("sparsegpt", "own"): "SparseGPT + its own update",
     ("sparsegpt", "optimal"): "**SparseGPT mask + optimal**",
+    ("thanos", "own"): "Thanos + its own update",
+    ("thanos", "optimal"): "**Thanos mask + optimal**",
+    ("proxsparse", "none"): "ProxSparse, kept as they are",
+    ("proxsparse", "optimal"): "**ProxSparse mask + optimal**",
+    ("alps", "own"): "ALPS + its own update",
+    ("alps", "optimal"): "**ALPS mask + optimal**",
 }
 
 
@@ -42,35 +48,55 @@ def quality() -> str:
     patterns = ("50%", "60%", "2:4")
 
     def cell(mask: str, update: str, pattern: str) -> str:
-        wanted = {"mask": mask, "update": update, "pattern": pattern, "calibration": "wikitext2", "windows": 128, "layers": "all"}
+        wanted = {"mask": mask, "update": update, "pattern": pattern, "calibration": "wikitext2", "windows": 128}
+        wanted |= {"layers": "all", "damping": 0.01}
         found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+        used.extend(found[:1])
         return f"{found[0]['perplexity']:.2f}" if found else "–"
 
+    used = [dense]
     body = [[label, *(cell(mask, update, p) for p in patterns)] for (mask, update), label in LABELS.items()]
-    note = f"Dense: {dense['perplexity']:.2f}. Measured on an {dense['machine']}, {dense['date']}."
+    machines, dates = (", ".join(sorted({row[key] for row in used})) for key in ("machine", "date"))
+    note = f"Dense: {dense['perplexity']:.2f}. Damping 0.01. – not run, or not defined. {machines}; {dates}."
     return table(["mask + weights", *patterns], body) + "\n\n" + note
 
 
 def layers() -> str:
-    """Seconds and gaps of one layer."""
-    rows = load("solver_h100")
+    """Seconds and gaps of one large layer, methods against problems."""
+    rows = [row for row in load("solver_h100") if not _is_real(row)]
     problems = list(dict.fromkeys(row["problem"] for row in rows))
-    latest, earlier = max(row["date"] for row in rows), set()
-
-    def cell(problem: str, method: str) -> str:
-        row = next((r for r in rows if r["problem"] == problem and r["method"] == method), None)
-        if row is None or row["seconds"] is None:
-            return "–"
-        marks = "\\*" * ("columns_timed" in row) + "†" * (row["date"] != latest)
-        earlier.update({row["date"]} - {latest})
-        gap = f"{row['relative_gap']:.0e}" if row["relative_gap"] < 10 else "no certificate"
-        return f"{row['seconds']:.3g} s{marks}, {gap}"
-
-    body = [[method, *(cell(problem, method) for problem in problems)] for method in METHODS]
+    latest = max(row["date"] for row in rows)
+    body = [[method, *(_layer_cell(rows, problem, method, latest) for problem in problems)] for method in METHODS]
     note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. – not run. "
     note += "\\* some columns timed, of this layer or of one with the same H, scaled to all; the gap is theirs."
-    note += f" † an earlier run on another card of the kind, {', '.join(sorted(earlier))}." if earlier else ""
+    earlier = sorted({row["date"] for row in rows} - {latest})
+    note += f" † an earlier run on another card of the kind, {', '.join(earlier)}." if earlier else ""
     return table(["method", *problems], body) + "\n\n" + note
+
+
+def real_layers() -> str:
+    """The same of whole real layers, problems against methods."""
+    rows = [row for row in load("solver_h100") if _is_real(row)]
+    latest = max(row["date"] for row in rows)
+    methods = [method for method in METHODS if any(r["method"] == method and r["seconds"] is not None for r in rows)]
+    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    kappa = {row["problem"]: f"{row['kappa']:.0e}" for row in rows}
+    body = [[problem, kappa[problem], *(_layer_cell(rows, problem, m, latest) for m in methods)] for problem in problems]
+    return table(["layer", "κ", *methods], body) + f"\n\nSeconds, largest relative gap. {rows[0]['gpu']}, {latest}."
+
+
+def _is_real(row: dict[str, Any]) -> bool:
+    """Whether a row is about a real layer: its H is known by name, a synthetic one's by its parameters."""
+    return len(row["h"]) == 1
+
+
+def _layer_cell(rows: list[dict[str, Any]], problem: str, method: str, latest: str) -> str:
+    row = next((r for r in rows if r["problem"] == problem and r["method"] == method), None)
+    if row is None or row["seconds"] is None:
+        return "–"
+    marks = "\\*" * ("columns_timed" in row) + "†" * (row["date"] != latest)
+    gap = f"{row['relative_gap']:.0e}" if row["relative_gap"] < 10 else "no certificate"
+    return f"{row['seconds']:.3g} s{marks}, {gap}"
 
 
 def cpu() -> str:
@@ -161,7 +187,7 @@ def demo() -> str:
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "quality": quality, "layers": layers, "cpu": cpu, "models": models},
-    "docs/performance.md": {"models": models, "phases": phases, "layers": layers},
+    "docs/performance.md": {"models": models, "phases": phases, "layers": layers, "real": real_layers},
 }
 
 

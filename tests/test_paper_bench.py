@@ -58,7 +58,10 @@ def test_every_row_then_none_then_tables(bench, capsys):
 
     assert paper_tables.main(["--results", str(out), "--no-figures"]) == 0
     page = (out / "paper.md").read_text()
-    parts = ("calibrated on C4", "| Wanda | optimal |", "ProxSparse", "### Adam", "### Certificates", "| windows: 4 |", "BOS: none")
+    parts = (
+        "calibrated on C4", "| Wanda | optimal |", "ProxSparse", "### Adam", "### Certificates", "damping 0.1", "| windows: 4 |",
+        "BOS: none",
+    )  # fmt: skip
     for part in parts:
         assert part in page
     assert "prototype" not in page  # another model, another protocol
@@ -117,10 +120,11 @@ def test_reference_only_for_the_same_protocol(bench):
 
     row = {
         "model": "SmolLM2-135M", "calibration": "c4", "pattern": "60%", "mask": "sparsegpt", "update": "own", "windows": 128,
-        "layers": "all", "eval": {"seqlen": 2048, "whole_text": True, "autocast": "bfloat16"},
+        "layers": "all", "damping": 0.01, "eval": {"seqlen": 2048, "whole_text": True, "autocast": "bfloat16"},
     }  # fmt: skip
     assert paper_rows.reference(row) == 109.5
     assert paper_rows.reference(row | {"windows": 64}) is None
     assert paper_rows.reference(row | {"layers": "mlp"}) is None
+    assert paper_rows.reference(row | {"damping": 0.1}) is None
     with pytest.raises(ValueError, match="unknown group"):
         paper_rows.chosen("cores", 128)
