@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from .texts import is_source_name, load_texts
 
 DEFAULT_SEQLEN = 2048
+_TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens than a model of bytes has
 BOS_POLICIES = ("auto", "each", "first", "none")
 
 
@@ -146,9 +148,20 @@ def _tokenise(text: str, tokenizer: Any, policy: str) -> torch.Tensor:
     # verbose=False: the warning about texts longer than the model's window is no use here, they are cut next.
     ids = tokenizer(text, add_special_tokens=policy == "first", verbose=False)["input_ids"]
     stream = torch.as_tensor(list(ids), dtype=torch.int64)
+    _warn_of_bytes(len(stream), text, tokenizer)
     if policy == "each" and tokenizer.bos_token_id != tokenizer.eos_token_id:
         stream = stream[stream != tokenizer.bos_token_id]  # a BOS spelt out in the text would be a second one
     return stream
+
+
+def _warn_of_bytes(count: int, text: str, tokenizer: Any) -> None:
+    """Say that a tokenizer lost its merges, as a failed conversion leaves it: everything runs on, to nonsense."""
+    if len(text) >= _TELLING and count >= 0.95 * len(text.encode()) and len(tokenizer) > _BYTES:
+        warnings.warn(
+            f"the tokenizer makes {count:,} tokens of {len(text.encode()):,} bytes, one of each, although it knows {len(tokenizer):,}: "
+            "it seems damaged, and the model's results with it would mean nothing",
+            stacklevel=2,
+        )
 
 
 def _cut(streams: list[torch.Tensor], seqlen: int, every: bool) -> torch.Tensor:

@@ -2,6 +2,7 @@ import gzip
 import json
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -80,6 +81,32 @@ def test_each_window_has_exactly_one_bos_in_place_of_its_last_token():
         assert cut.bos == "each"
         assert cut.tokens.tolist() == [[BOS, *plain[i : i + 3]] for i in range(0, 16, 4)]
         assert (cut.tokens == BOS).sum(dim=1).tolist() == [1] * 4
+
+
+class Bytes:
+    """A tokenizer without merges: a token a byte."""
+
+    bos_token_id, eos_token_id = None, 0
+
+    def __init__(self, known):
+        self.known = known
+
+    def __len__(self):
+        return self.known
+
+    def __call__(self, text, **_):
+        return {"input_ids": list(text.encode())}
+
+
+def test_a_tokenizer_that_lost_its_merges_is_noticed():
+    text = words(400)
+    with pytest.warns(UserWarning, match=f"{len(text):,} tokens of {len(text):,} bytes"):
+        cut_windows([text], tokenizer=Bytes(50_000), seqlen=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cut_windows([text], tokenizer=Bytes(256), seqlen=16)  # a model of bytes
+        cut_windows([text[:500]], tokenizer=Bytes(50_000), seqlen=16)  # too little to tell
+        cut_windows([words(4000)], tokenizer=toy_tokenizer(), seqlen=16)
 
 
 def test_first_tokenises_once_and_then_cuts():
