@@ -156,10 +156,11 @@ def _tokenise(text: str, tokenizer: Any, policy: str) -> torch.Tensor:
 
 def _warn_of_bytes(count: int, text: str, tokenizer: Any) -> None:
     """Say that a tokenizer lost its merges, as a failed conversion leaves it: everything runs on, to nonsense."""
-    if len(text) >= _TELLING and count >= 0.95 * len(text.encode()) and len(tokenizer) > _BYTES:
+    size = len(text.encode())
+    if len(text) >= _TELLING and count >= 0.95 * size and len(tokenizer) > _BYTES:
         warnings.warn(
-            f"the tokenizer makes {count:,} tokens of {len(text.encode()):,} bytes, one of each, although it knows {len(tokenizer):,}: "
-            "it seems damaged, and the model's results with it would mean nothing",
+            f"the tokenizer makes {count:,} tokens of {size:,} bytes, one of each, although it knows {len(tokenizer):,}: it seems "
+            "damaged, and what a model makes of them means nothing",
             stacklevel=2,
         )
 
