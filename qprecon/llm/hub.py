@@ -30,15 +30,16 @@ def is_hub_name(name: str) -> bool:
 
 def ask_hub(name: str, kind: str) -> None:
     """OSError, soon, if the hub does not answer and no copy of `name` is here. kind: "model" or "dataset"."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
 
-    if any(folder.is_dir() for folder in _copies(name, kind)):
+    # Offline on purpose: the libraries tell at once what that means for them.
+    if constants.HF_HUB_OFFLINE or any(folder.is_dir() for folder in _copies(name, kind)):
         return
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=_SECONDS)
-    except (HfHubHTTPError, OfflineModeIsEnabled):
-        return  # it answers, or is not to be asked: the libraries tell at once what that means for them
+    except HfHubHTTPError:
+        return  # it answers, and the libraries tell what that means for them
     except Exception as error:  # of requests, of httpx, of sockets: as the library's version has it
         raise OSError(f"the hub does not answer ({error})") from error
 

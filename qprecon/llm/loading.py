@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from qprecon.llm.hub import ask_hub, is_hub_name
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
@@ -46,7 +49,6 @@ def load_causal_lm(
         FileNotFoundError: a path that does not exist, or a folder without a config.json. OSError: a hub name that cannot be
             had. ValueError: an unknown dtype.
     """
-    import transformers
     from transformers import AutoModelForCausalLM
 
     _check_path(model)
@@ -55,11 +57,8 @@ def load_causal_lm(
         dtype = torch.float32 if target.type == "cpu" else "auto"
     elif isinstance(dtype, str) and dtype != "auto":
         dtype = as_dtype(dtype)
-    # The keyword was torch_dtype before transformers 4.56.
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    keyword = "dtype" if version >= (4, 56) else "torch_dtype"
     with _named(model):
-        loaded = AutoModelForCausalLM.from_pretrained(str(model), **{keyword: dtype})
+        loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
     loaded = loaded.to(target).eval()
     return loaded, load_tokenizer(model)
 
@@ -74,12 +73,21 @@ def load_config(model: str | Path) -> Any:
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model folder or hub name; None if it has none (a caller with text will be told that it needs one)."""
+    """The tokenizer of a model folder or hub name; None if it has none (a caller with text will be told that it needs one).
+
+    One that is there but cannot be loaded is None too, with a warning: not every caller has text.
+    """
     from transformers import AutoTokenizer
 
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        return None
     try:
         return AutoTokenizer.from_pretrained(str(model))
-    except (OSError, ValueError):
+    except (OSError, ValueError, ImportError) as error:  # the last for want of sentencepiece or protobuf
+        if folder.is_dir():
+            why = " ".join(str(error).split())
+            warnings.warn(f"the tokenizer in {model} cannot be loaded, so there is none: {why}", stacklevel=2)
         return None
 
 
