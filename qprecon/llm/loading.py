@@ -85,7 +85,7 @@ def load_tokenizer(model: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(model))
     except Exception as error:  # of many classes: a missing package, a bad file, the hub's own
-        if folder.is_dir():
+        if folder.is_dir() or not isinstance(error, OSError):  # that is how the hub says that it has none
             why = " ".join(str(error).split())
             warnings.warn(f"the tokenizer in {model} cannot be loaded, so there is none: {why}", stacklevel=2)
         return None
