@@ -35,6 +35,15 @@ def test_pcg_at_odd_widths(width):
     _same_optimum(solution, h_NN, w_NK, mask_NK)
 
 
+def test_pcg_at_a_small_tolerance_needs_no_second_round():
+    """The residual of bfloat16 products is good to some 1e-6 only."""
+    h_NN, w_NK, mask_NK = _problem(n=1024, k=128)
+    usual, tight = (qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, tol=tol) for tol in (1e-4, 1e-6))
+    assert (usual.provenance.automatic["precision"], tight.provenance.automatic["precision"]) == ("bf16", "full")
+    assert tight.optimal.all() and tight.iterations.max() < 2 * usual.iterations.max()
+    _same_optimum(tight, h_NN, w_NK, mask_NK)
+
+
 def test_auto_factors_small_layers_and_iterates_on_large_ones():
     for n, k, expected in ((200, 40, "cholesky"), (600, 700, "pcg")):
         h_NN, w_NK, mask_NK = _problem(n=n, k=k)
