@@ -26,6 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     from qprecon.llm.sparse_check import check_sparse  # isort: skip - it says what is missing, torch among it
     import torch
 
+    from qprecon.llm.loading import load_config
+
+    load_config(arguments.model)  # a wrong path is wrong without a GPU too
     if not torch.cuda.is_available():
         print("not checked: torch's semi-structured sparse kernels need an NVIDIA GPU, and there is none here", file=sys.stderr)
         return 1

@@ -69,9 +69,9 @@ def evaluate(
         from qprecon.llm.tasks import check_tasks, evaluate_tasks
 
         check_tasks(tasks, **(task_options or {}))
+    texts = None if text is None else load_texts(text)
     if text is not None:
         check_length(load_config(model), (perplexity_options or {}).get("seqlen", DEFAULT_SEQLEN))
-    texts = None if text is None else load_texts(text)
     loaded, tokenizer = load_causal_lm(model, device=device)
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
     scores = measured = None

@@ -41,11 +41,12 @@ class Journal:
     def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool) -> Journal:
         """Take up the run in `folder`, or begin it.
 
-        ValueError, with the differences, if another run was left there; BlockingIOError if one is writing there now.
+        ValueError, with the differences, if another run was left there that has finished something; BlockingIOError if one is
+        writing there now.
         """
         journal = Journal(folder)
         journal._claim()
-        if not resume:
+        if not resume or not journal._entries():
             journal._clear()
         known = journal._read(_FINGERPRINT)
         if known is not None and (differing := _differences(known, fingerprint)):
@@ -58,6 +59,10 @@ class Journal:
         if known is None:
             journal._write_json(_FINGERPRINT, dict(fingerprint))
         return journal
+
+    def _entries(self) -> list[Path]:
+        """The entries of finished shards."""
+        return [path for path in self.progress.glob("*.json") if path.name != _FINGERPRINT]
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
@@ -173,5 +178,12 @@ def digest(value: Any) -> Any:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     now = json.loads(json.dumps(dict(now)))
-    keys = [*before, *(key for key in now if key not in before)]
-    return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys if before.get(key) != now.get(key)]
+    differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
+    found: list[str] = []
+    for key in differing:
+        was, is_ = before.get(key), now.get(key)
+        if isinstance(was, dict) and isinstance(is_, dict):  # a configuration has dozens of keys that are alike
+            found += [f"{key}: {difference}" for difference in _differences(was, is_)]
+        else:
+            found.append(f"{key} was {was!r}, is {is_!r}")
+    return found

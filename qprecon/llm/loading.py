@@ -47,7 +47,7 @@ def load_causal_lm(
 
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without a config.json. OSError: a hub name that cannot be
-            had. ValueError: an unknown dtype.
+            had. ValueError: an unknown dtype; weights that the files lack.
     """
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +58,12 @@ def load_causal_lm(
     elif isinstance(dtype, str) and dtype != "auto":
         dtype = as_dtype(dtype)
     with _named(model):
-        loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype)
+        loaded, found = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
+            "complete, and is it a causal language model?"
+        )
     loaded = loaded.to(target).eval()
     return loaded, load_tokenizer(model)
 

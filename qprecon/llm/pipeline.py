@@ -203,7 +203,7 @@ def _open_source(
     fingerprint = {
         **_versions(),
         "model files": found.shards.identity,
-        "model configuration": digest(found.model.config.to_dict()),
+        "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         "calibration": [digest(torch.cat(samples)), len(samples)],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "mask_options": digest(method.mask_options),
@@ -245,6 +245,9 @@ def _report(
     emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
     if emptied:
         notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
+    fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]
+    if fuller and settings["mask"] != "given":
+        notes = [*notes, f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so"]
     if idle:
         notes = [*notes, f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude"]
     return PruneReport(

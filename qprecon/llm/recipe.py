@@ -163,7 +163,10 @@ def _translate(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Aliases to keys. Unknown keys are refused here, where the nearest of keys and aliases can be named."""
     translated: dict[str, Any] = {}
     said: dict[str, str] = {}
-    for word, value in without_stage(arguments, source).items():
+    words = without_stage(arguments, source)
+    if words.get("sparsity_type", "unstructured") != "unstructured" and words.get("sparsity_ratio") == 0.5:
+        words.pop("sparsity_ratio")  # Wanda's script demands 0.5 beside every N:M, which alone counts
+    for word, value in words.items():
         key = ALIASES.get(word, word)
         if key not in _Keys.model_fields:
             raise ValueError(f"{source}: unknown key {word!r}{_nearest(str(word))}")

@@ -51,7 +51,7 @@ class LayerRow:
     audit_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PruneReport:
     """The outcome of `prune_model`.
 
@@ -111,6 +111,13 @@ class PruneReport:
         lines.append(", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
         lines += [f"note: {warning}" for warning in self.warnings]
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        gap = "" if self.largest_gap is None else f", largest_gap={self.largest_gap:.2e}"
+        return f"PruneReport({len(self.layers)} layers, sparsity={self.sparsity:.4f}{gap}; print it for a summary)"
 
     def mean_error(self, which: str) -> float:
         """The mean over layers of one of the three errors of a row."""

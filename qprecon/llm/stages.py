@@ -25,13 +25,15 @@ _WITHOUT_EFFECT = (
     "update_scheduler", "leave_enabled",
 )  # fmt: skip
 # Values that say what holds here anyway.
-_DEFAULTS = {
-    "preserve_sparsity_mask": False, "apply_globally": False, "mask_structure": "unstructured", "targets": "__ALL_PRUNABLE__"
-}  # fmt: skip
+_DEFAULTS = {"preserve_sparsity_mask": False, "apply_globally": False, "mask_structure": "unstructured"}
+_ALL = ("__ALL_PRUNABLE__", ["__ALL_PRUNABLE__"], "__ALL__", ["__ALL__"])
 
 
 def without_stage(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """`arguments` with the words of its stage, if it has one, in the stage's place. ValueError for what cannot be done as asked."""
+    if bare := {word: value for word, value in arguments.items() if str(word).endswith("Modifier")}:
+        rest = {word: value for word, value in arguments.items() if word not in bare}
+        return without_stage({**rest, "pruning_stage": {"pruning_modifiers": bare}}, source)
     stages = [word for word in arguments if str(word).endswith("_stage")]
     if not stages:
         return dict(arguments)
@@ -66,6 +68,8 @@ def _words(name: str, options: Mapping[str, Any], source: str) -> dict[str, Any]
     words: dict[str, Any] = {}
     for key, value in options.items():
         if value is None or key in _WITHOUT_EFFECT or (key in _DEFAULTS and value in (_DEFAULTS[key], [_DEFAULTS[key]])):
+            continue
+        if key == "targets" and value in _ALL:
             continue
         path = (key,) if key in _SAME else _OTHER.get(key)
         if path is None:

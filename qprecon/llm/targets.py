@@ -13,14 +13,16 @@ ATTENTION = r"re:(?i).*\.[^.]*(attn|attention)[^.]*\."
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` names the layer `name` (a full dotted name).
+    r"""Whether `pattern` names the layer `name` (a full dotted name).
 
-    `re:…` is a regular expression matched from the start of the name (as in llm-compressor's recipes). A pattern with
+    `re:…` is a regular expression matched from the start of the name, or of a module's that holds the layer (as in llm-compressor's
+    recipes, where `re:.*layers\.0$` is all of a block). A pattern with
     `*`, `?` or `[` is a glob on the whole name. Anything else is a run of whole components: `q_proj`,
     `self_attn` and `model.layers.0` all match `model.layers.0.self_attn.q_proj`; `proj` does not.
     """
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        words = name.split(".")
+        return any(re.match(pattern[3:], ".".join(words[:count])) for count in range(len(words), 0, -1))
     if any(character in pattern for character in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     return f".{pattern}." in f".{name}."

@@ -83,11 +83,14 @@ def test_a_wrong_result_and_a_refusal_are_told():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_that_nothing_was_checked(capsys):
-    assert cli.main(["check-sparse", "anything"]) == 1
+def test_without_a_gpu_it_says_that_nothing_was_checked(tmp_path, capsys):
+    build("llama").save_pretrained(tmp_path)
+    assert cli.main(["check-sparse", str(tmp_path)]) == 1
     assert "not checked" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="NVIDIA"):
-        check_sparse("anything")
+        check_sparse(tmp_path)
+    assert cli.main(["check-sparse", str(tmp_path / "typo")]) == 2
+    assert "no such model folder" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

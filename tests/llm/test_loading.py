@@ -3,10 +3,32 @@
 import warnings
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
 
-from qprecon.llm.loading import load_tokenizer
+from qprecon.llm import prune_model
+from qprecon.llm.loading import load_causal_lm, load_tokenizer
 
-from .toy_text import toy_llama, toy_tokenizer
+from .toy_text import toy_llama, toy_tokenizer, words
+
+
+def test_weights_that_the_files_lack_are_named(tmp_path):
+    """transformers would make random numbers of them."""
+    folder = tmp_path / "model"
+    toy_llama().save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    del stored["model.layers.1.self_attn.q_proj.weight"]
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    for load in (load_causal_lm, lambda path: prune_model(path, words(400), out=tmp_path / "out", progress=False)):
+        with pytest.raises(ValueError, match="lacks 1 of its weights, first model.layers.1.self_attn.q_proj.weight"):
+            load(folder)
+
+
+def test_an_encoder_is_no_causal_language_model(tmp_path):
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=64)
+    BertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="lacks .* is it a causal language model"):
+        load_causal_lm(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):

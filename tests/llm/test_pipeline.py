@@ -266,3 +266,18 @@ def test_the_progress_bar_counts_layers(capsys):
     prune(build("llama"), tokens(2), progress=True, targets="layers.0")
     captured = capsys.readouterr()
     assert "7/7" in captured.err and not captured.out
+
+
+def test_zeros_beyond_what_was_asked_for_are_said():
+    model = build("llama")
+    first = prune_model(model, tokens(4), sparsity=0.5, progress=False)
+    assert not any("more zeros" in note for note in first.warnings)
+    second = prune_model(model, tokens(4), sparsity=0.25, progress=False)
+    assert second.sparsity == pytest.approx(0.5)
+    assert any("21 layers have more zeros than were asked for, first model.layers.0" in note for note in second.warnings)
+
+
+def test_a_report_prints_its_summary():
+    report = prune_model(build("llama"), tokens(4), progress=False)
+    assert str(report) == report.summary() and "21 layers pruned to 50.00% zeros" in str(report)
+    assert repr(report).startswith("PruneReport(21 layers, sparsity=0.5000, largest_gap=") and len(repr(report)) < 120

@@ -23,6 +23,7 @@ Q0 = "model.layers.0.self_attn.q_proj"
         (Q0, True), ("q_proj", True), ("self_attn", True), ("model.layers.0", True), ("layers.0.self_attn", True),
         ("proj", False), ("q_pro", False), ("model.layers", True), ("layers.00", False), ("*q_proj", True), ("*.0.*", True),
         ("q_*", False), ("model.layers.[12].*", False), ("re:.*q_proj$", True), ("re:q_proj", False), ("re:model\\.", True),
+        (r"re:.*layers\.\d*$", True), (r"re:.*layers\.7$", False),
     ],
 )  # fmt: skip
 def test_matching(pattern, expected):

@@ -76,6 +76,7 @@ def test_a_bad_recipe_names_the_culprit(tmp_path, text, culprits):
     [
         ("sparsity_ratio: 0.7\nsparsity_type: unstructured\nprune_method: magnitude", dict(sparsity=0.7, mask="magnitude")),
         ("sparsity_ratio: 0.5\nsparsity_type: 4:8", dict(pattern="4:8")),
+        ("sparsity_ratio: 0.5\nsparsity_type: 1:4", dict(pattern="3:4")),  # its script demands the 0.5
         ("sparsity_type: 1:4\nsave_model: o", dict(pattern="3:4", out="o")),  # Wanda counts the pruned
         ("sparsity: 0.5\nmask_structure: '2:4'\ndampening_frac: 0.001", dict(pattern="2:4", damping=0.001)),
         ("sparsity: 0.6\nmask_structure: '0:0'\ntargets: [Linear]\nignore: ['re:.*lm_head']",
@@ -122,6 +123,9 @@ def test_a_stage_of_llm_compressor(tmp_path):
                  "mask_structure": "unstructured", "targets": "__ALL_PRUNABLE__"}  # fmt: skip
     assert dict(Recipe(staged({"MagnitudePruningModifier": magnitude}))) == dict(mask="magnitude", sparsity=0.6)
     assert dict(Recipe(staged({"WandaPruningModifier": None}))) == dict(mask="wanda")
+    assert dict(Recipe({"model": "M", "WandaPruningModifier": {"sparsity": 0.4, "targets": ["__ALL__"]}})) == dict(
+        model="M", mask="wanda", sparsity=0.4
+    )
     assert command_recipe(written(tmp_path, STAGE), {"out": "O", "sparsity": 0.6})["sparsity"] == 0.6
 
 

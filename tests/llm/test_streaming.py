@@ -101,9 +101,7 @@ def test_two_runs_never_write_to_one_folder(resume, tmp_path):
         prune(folder, out, resume=resume)
     assert json.loads((other.progress / "fingerprint.json").read_text()) == {"of": "another process"}  # nothing was removed
     other.close()
-    with pytest.raises(ValueError, match="other settings"):
-        prune(folder, out)
-    prune(folder, out, resume=False)
+    prune(folder, out, resume=resume)  # it had finished nothing
     assert not list(tmp_path.glob(".out*"))
 
 
@@ -171,6 +169,35 @@ def test_other_settings_are_refused(change, named, tmp_path, monkeypatch):
     assert not any("continued" in note for note in report.warnings)
 
 
+def test_a_run_that_finished_nothing_is_no_obstacle(tmp_path):
+    folder = saved(tmp_path / "dense")
+    with pytest.raises(ValueError, match="leave block 'model.layers.2' no weight: take a smaller lam"):
+        prune(folder, tmp_path / "out", sparsity=0.9, allocation="owl", allocation_options={"lam": 0.4, "threshold": 1.0})
+    report = prune(folder, tmp_path / "out", damping=0.02)
+    assert report.settings["damping"] == 0.02 and not list(tmp_path.glob(".out*"))
+
+
+def test_the_same_model_by_another_path_goes_on(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    for _ in stopped_after(monkeypatch, 1):
+        with pytest.raises(Stop):
+            prune(folder, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert any("continued after 1 of 3 blocks" in note for note in prune("dense", "out").warnings)
+
+
+def test_of_a_configuration_only_what_differs_is_said(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    for _ in stopped_after(monkeypatch, 1):
+        with pytest.raises(Stop):
+            prune(folder, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match="model configuration: rms_norm_eps was .*, is 0.5") as refused:
+        prune(folder, tmp_path / "out")
+    assert len(str(refused.value)) < 600
+
+
 def test_another_model_or_calibration_is_refused(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     for _ in stopped_after(monkeypatch, 1):
@@ -179,7 +206,7 @@ def test_another_model_or_calibration_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="calibration was"):
         prune_model(folder, tokens(4, seed=1), out=tmp_path / "out", progress=False, backend="cholesky")
     saved(folder, dtype=torch.float32)
-    with pytest.raises(ValueError, match="model files was"):
+    with pytest.raises(ValueError, match="model files: model.safetensors was"):
         prune(folder, tmp_path / "out", dtype="bfloat16")
 
 
@@ -298,7 +325,7 @@ def test_other_weights_of_the_same_shapes_are_another_model(tmp_path, monkeypatc
     for parameter in model.parameters():
         parameter.data *= 1.5
     model.save_pretrained(folder)
-    with pytest.raises(ValueError, match="model files was"):
+    with pytest.raises(ValueError, match="model files: model.safetensors was"):
         prune(folder, tmp_path / "out")
 
 
