@@ -7,6 +7,7 @@ mistyped path. One question first says so at once; a hub that answers, with an e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # A hub name may hold dots ("Llama-3.1-8B"); with one of these endings it is a file's.
@@ -42,6 +43,33 @@ def ask_hub(name: str, kind: str) -> None:
         return  # it answers, and the libraries tell what that means for them
     except Exception as error:  # of requests, of httpx, of sockets: as the library's version has it
         raise OSError(f"the hub does not answer ({error})") from error
+
+
+@contextmanager
+def offline_if_silent() -> Iterator[None]:
+    """While open, and if the hub does not answer, its libraries take what they have here at once, or say that they have nothing."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or _answers():
+        yield
+        return
+    before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = before
+
+
+def _answers() -> bool:
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+    except Exception:  # of requests, of httpx, of sockets: as the library's version has it
+        return False
+    return True
 
 
 def _copies(name: str, kind: str) -> Iterator[Path]:

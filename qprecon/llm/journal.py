@@ -61,8 +61,8 @@ class Journal:
         return journal
 
     def _entries(self) -> list[Path]:
-        """The entries of finished shards."""
-        return [path for path in self.progress.glob("*.json") if path.name != _FINGERPRINT]
+        """The entries of finished blocks: what else is kept is quickly made again."""
+        return list(self.progress.glob("block-*.json"))
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qprecon.llm.hub import offline_if_silent
 from qprecon.llm.loading import load_causal_lm
 from qprecon.llm.local_tasks import LOCAL_TASKS, local_file, local_task
 from qprecon.llm.progress import progress_mode
@@ -142,7 +143,10 @@ def evaluate_tasks(
             model = model.to(device)
         if tokenizer is None:
             raise ValueError("tasks are text: give the model's tokenizer")
-        results = _run(model, tokenizer, loaded, limit if data_dir is None else None, batch_size, bar)
+        if data_dir is None:
+            results = _from_hub(lambda: _run(model, tokenizer, loaded, limit, batch_size, bar))
+        else:
+            results = _run(model, tokenizer, loaded, None, batch_size, bar)
     return TaskScores(
         scores=tuple(_score(name, results) for name in names),
         source="hub" if data_dir is None else "local files",
@@ -150,6 +154,15 @@ def evaluate_tasks(
         seconds=time.perf_counter() - started,
         versions={name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "torch")},
     )
+
+
+def _from_hub(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`run`, which reads data from the hub; OSError, soon, where it cannot be had."""
+    with offline_if_silent():
+        try:
+            return run()
+        except OSError as error:  # ConnectionError among them
+            raise OSError(f"the tasks' data cannot be had from the hub: {error}. Local files are taken with --data-dir") from error
 
 
 def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_size: int, bar: bool) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Names that cannot be had are refused soon; what may be on the hub is left to its libraries. No test needs a network."""
 
+import importlib.util
 import sys
 import time
 import types
@@ -9,7 +10,7 @@ from threading import Thread
 import huggingface_hub
 import pytest
 
-from qprecon.llm.hub import ask_hub, is_hub_name
+from qprecon.llm.hub import ask_hub, is_hub_name, offline_if_silent
 from qprecon.llm.loading import load_causal_lm, model_folder
 from qprecon.llm.texts import load_texts
 
@@ -84,11 +85,26 @@ def test_a_hub_that_answers_is_left_to_the_libraries(hub):
         def log_message(self, *_):
             pass
 
+        do_HEAD = do_GET
+
     with HTTPServer(("127.0.0.1", 0), Missing) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         hub(server.server_port)
         ask_hub("someone/model", "model")
+        if importlib.util.find_spec("datasets"):
+            with offline_if_silent():
+                assert not huggingface_hub.constants.HF_HUB_OFFLINE
         server.shutdown()
+
+
+def test_a_silent_hub_is_left_alone_for_a_while(hub):
+    datasets_config = pytest.importorskip("datasets.config", reason="datasets is not installed: pip install 'qprecon[eval]'")
+    hub(9)
+    before = datasets_config.HF_HUB_OFFLINE
+    with pytest.raises(KeyError), offline_if_silent():
+        assert huggingface_hub.constants.HF_HUB_OFFLINE and datasets_config.HF_HUB_OFFLINE
+        raise KeyError
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE and datasets_config.HF_HUB_OFFLINE == before
 
 
 def test_a_folder_of_texts_is_no_name(monkeypatch, tmp_path):

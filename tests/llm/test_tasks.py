@@ -10,7 +10,7 @@ import torch
 from qprecon import cli
 from qprecon.llm import assessment
 from qprecon.llm.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
-from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _names, _remembering, evaluate_tasks
+from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _from_hub, _names, _remembering, evaluate_tasks
 
 from .toy_tasks import ROWS, write_tasks
 from .toy_text import toy_llama, toy_tokenizer
@@ -139,6 +139,14 @@ def test_all_tasks_run_and_the_average_is_the_papers(data, model, capsys):
     assert "average of six" in str(result)
     limited = evaluate_tasks(model, "mmlu", data_dir=data, tokenizer=tokenizer, limit=1)
     assert limited.scores[0].items == 2 and limited.average is None  # one of each subject
+
+
+def test_without_a_hub_its_tasks_say_what_to_give():
+    def run():
+        raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
+
+    with pytest.raises(OSError, match="cannot be had from the hub: Couldn't reach 'baber/piqa'.*--data-dir"):
+        _from_hub(run)
 
 
 def test_an_items_context_is_tokenised_once():
