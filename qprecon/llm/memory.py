@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from qprecon.llm.capture import BlockInputs
-
 Result = TypeVar("Result")
+
+
+class Movable(Protocol):
+    """What keeps activations on a device."""
+
+    def to_host(self) -> bool:
+        """Move them to the host's memory; whether there was anything to move."""
 
 
 def stored(hidden: torch.Tensor, store: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,7 +41,7 @@ def choose_store(bytes_needed: int, device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def with_room(inputs: BlockInputs, notes: list[str], what: str, work: Callable[[], Result]) -> Result:
+def with_room(inputs: Movable, notes: list[str], what: str, work: Callable[[], Result]) -> Result:
     """`work()`; if the GPU's memory runs out, once more with the activations in the host's memory, which `notes` then says."""
     try:
         return work()
