@@ -51,7 +51,7 @@ def offline_if_silent() -> Iterator[None]:
     from datasets import config
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or _answers():
+    if constants.HF_HUB_OFFLINE or hub_answers():
         yield
         return
     before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
@@ -62,7 +62,8 @@ def offline_if_silent() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = before
 
 
-def _answers() -> bool:
+def hub_answers() -> bool:
+    """Whether the hub says anything at all, within seconds."""
     from huggingface_hub import constants, get_session
 
     try:
