@@ -30,10 +30,10 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -106,24 +106,22 @@ class Bench:
         )  # fmt: skip
 
     def accuracy(self) -> TaskScores:
-        return tf32(evaluate_tasks)(
-            self.model, PAPER_TASKS, data_dir=self.tasks, tokenizer=self.tokenizer, limit=self.task_limit,
-            batch_size=4 * self.batch_size,
-        )  # fmt: skip
+        with tf32():
+            return evaluate_tasks(
+                self.model, PAPER_TASKS, data_dir=self.tasks, tokenizer=self.tokenizer, limit=self.task_limit,
+                batch_size=4 * self.batch_size,
+            )  # fmt: skip
 
 
-def tf32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with float32 products in TF32, where the device has it, and the setting put back."""
-
-    def run(*args: Any, **more: Any) -> Any:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        try:
-            return function(*args, **more)
-        finally:
-            torch.set_float32_matmul_precision(before)
-
-    return run
+@contextmanager
+def tf32() -> Iterator[None]:
+    """While open, float32 products are made in TF32, where the device has it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def open_bench(arguments: argparse.Namespace) -> Bench:
