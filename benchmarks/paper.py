@@ -13,7 +13,8 @@ training part, already joined by blank lines; c4_train_first1000.jsonl.gz, C4 do
 since few are as long as a window.
 
 Rows of the group "accuracy" are scored on the paper's six tasks too, zero-shot through lm-eval from local files (--tasks FOLDER),
-in float32, with TF32 products on a GPU; without --tasks they are as any other row.
+in float32, with TF32 products on a GPU; without --tasks they are as any other row. A row that is there already keeps its numbers:
+the accuracies are added, with the perplexity of the model that was scored, which another machine may have rounded differently.
 
 ProxSparse learns from the same windows as the others calibrate on, three passes (384 steps; the paper takes 400 samples).
 Adam is the paper's grid of four learning rates, 20 steps each, on the Gram form of the squared error.
@@ -175,7 +176,8 @@ def measure(bench: Bench, row: Row, scored: bool = False) -> dict:
         report, seconds = prune(bench, row)
         pruned = describe(report) | {"seconds": round(seconds, 3)}
     found = bench.perplexity()
-    accuracy = {"accuracy": figures(bench.accuracy())} if scored else {}
+    where = {"machine": machine(bench), "date": datetime.date.today().isoformat()}
+    accuracy = {"accuracy": figures(bench.accuracy()) | {"perplexity": found.value, **where}} if scored else {}
     return identity(bench, row) | {
         "perplexity": found.value, "seconds": 0.0, **pruned, "eval_seconds": round(found.seconds, 3), **accuracy,
         "protocol": {
@@ -186,7 +188,7 @@ def measure(bench: Bench, row: Row, scored: bool = False) -> dict:
             "text": TEST_TEXT, "seqlen": found.seqlen, "windows": found.windows, "bos": bench.test.bos,
             "whole_text": found.windows == len(bench.test.tokens), "dtype": "float32", "autocast": bench.autocast,
         },
-        "machine": machine(bench), "versions": versions(), "date": datetime.date.today().isoformat(),
+        "versions": versions(), **where,
     }  # fmt: skip
 
 
@@ -326,6 +328,8 @@ def run(bench: Bench, rows: Sequence[Row], results: Results, budget: Budget, to_
             print(f"FAILED {row}", flush=True)
             failed += 1
             continue
+        if old is not None:  # only the accuracies were missing
+            result = old | {"accuracy": result["accuracy"]}
         results.add(result, identity(bench, row))
         budget.note(row, time.perf_counter() - started)
         print(f"{budget.spent:6.1f} s  {line(result)}", flush=True)

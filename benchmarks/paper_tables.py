@@ -58,16 +58,16 @@ class Table:
 
     def protocol(self) -> str:
         """What every number of the model depends on, in words."""
-        row = next(row for row in reversed(self.rows))
+        row, dates = self.rows[-1], sorted({r["date"] for r in self.rows})
         ev, made = row["eval"], sorted({r["machine"] for r in self.rows})
         text = "the whole WikiText-2 test" if ev["whole_text"] else f"the first {ev['windows']} windows of the WikiText-2 test"
         forward = f"{ev['autocast']} autocast" if ev["autocast"] else ev["dtype"]
         versions = row["versions"]
         return (
             f"Calibration: {self.windows} windows of {row['seqlen']} tokens unless a table says otherwise, float32 weights and "
-            f"activations, damping {row['protocol']['damping']:g}. Perplexity on {text} ({ev['windows']} windows of "
+            f"activations, damping {DAMPING:g}. Perplexity on {text} ({ev['windows']} windows of "
             f"{ev['seqlen']}, {forward}; BOS: {ev['bos']}). Machine: {', '.join(made)}; torch {versions['torch']}, transformers "
-            f"{versions['transformers']}, {row['date']}."
+            f"{versions['transformers']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
         )
 
 
@@ -124,20 +124,34 @@ def accuracy_table(table: Table) -> str:
             row = table.dense if mask == "dense" else table.get("wikitext2", pattern, mask, update)
             if row and "accuracy" in row and (mask == "dense") == (pattern == "dense"):
                 found = row["accuracy"]
-                cells = [f"{100 * found['tasks'][task]['acc']:.1f}" for task in TASK_WORDS]
+                cells = [_ppl(found), *(f"{100 * found['tasks'][task]['acc']:.1f}" for task in TASK_WORDS)]
                 average = f"{100 * found['average']:.2f} ± {100 * found['stderr']:.2f}"
                 label = ["dense", "–"] if mask == "dense" else _label(mask, update)
                 lines.append([*label, "–" if mask == "dense" else pattern, *cells, average])
-    return markdown(["mask", "weights", "pattern", *TASK_WORDS.values(), "average"], lines)
+    return markdown(["mask", "weights", "pattern", "perplexity", *TASK_WORDS.values(), "average"], lines)
+
+
+def again_table(table: Table) -> str:
+    """Rows whose model was made a second time, on another machine, to be scored on tasks: which rounds differently."""
+    lines = []
+    for row in table.rows:
+        other = row.get("accuracy", row)
+        if other["machine"] != row["machine"] and row["pattern"] != "dense":
+            change = f"{100 * (other['perplexity'] / row['perplexity'] - 1):+.1f} %"
+            cells = [f"{_ppl(one)} ({one['machine']}, {one['date']})" for one in (row, other)]
+            lines.append([row["pattern"], *_label(row["mask"], row["update"]), *cells, change])
+    return markdown(["pattern", "mask", "weights", "perplexity", "made again", "difference"], lines)
 
 
 def accuracy_protocol(table: Table) -> str:
-    found = next(row["accuracy"] for row in table.rows if "accuracy" in row)
+    scored = [row["accuracy"] for row in table.rows if "accuracy" in row]
+    found, machines = scored[0], sorted({one["machine"] for one in scored})
     items = sum(task["items"] for task in found["tasks"].values())
     part = "all items" if found["limit"] is None else f"the first {found['limit']} items of each task or subject"
     return (
         f"Zero-shot `acc` in per cent by lm-eval {found['lm_eval']}'s prompts and scoring on local files, {part} ({items:,}); "
-        "the average is unweighted, ± its standard error."
+        "the average is unweighted, ± its standard error. The perplexity is that of the very model that was scored "
+        f"({', '.join(machines)})."
     )
 
 
@@ -230,6 +244,8 @@ def sections(table: Table) -> str:
         parts += [f"### Perplexity, calibrated on {WORDS[name]}", perplexity_table(table, name)]
     if any("accuracy" in row for row in table.rows):
         parts += ["### Accuracy, calibrated on WikiText-2", accuracy_protocol(table), accuracy_table(table)]
+        if (again := again_table(table)).count("\n") > 2:
+            parts += ["### The same rows on another machine", again]
     if table.patterns("wikitext2", "mlp"):
         parts += ["### Only the MLP pruned (`--skip-attention`)", perplexity_table(table, "wikitext2", "mlp")]
     optional = (

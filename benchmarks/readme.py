@@ -82,7 +82,8 @@ def real_layers() -> str:
     problems = list(dict.fromkeys(row["problem"] for row in rows))
     kappa = {row["problem"]: f"{row['kappa']:.0e}" for row in rows}
     body = [[problem, kappa[problem], *(_layer_cell(rows, problem, m, latest) for m in methods)] for problem in problems]
-    return table(["layer", "κ", *methods], body) + f"\n\nSeconds, largest relative gap. {rows[0]['gpu']}, {latest}."
+    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. \\* some columns timed, scaled to all; the gap is theirs."
+    return table(["layer", "κ", *methods], body) + "\n\n" + note
 
 
 def _is_real(row: dict[str, Any]) -> bool:
@@ -97,6 +98,23 @@ def _layer_cell(rows: list[dict[str, Any]], problem: str, method: str, latest: s
     marks = "\\*" * ("columns_timed" in row) + "†" * (row["date"] != latest)
     gap = f"{row['relative_gap']:.0e}" if row["relative_gap"] < 10 else "no certificate"
     return f"{row['seconds']:.3g} s{marks}, {gap}"
+
+
+def sparse() -> str:
+    """2:4 layers on torch's sparse kernels, beside dense products."""
+    rows = load("sparse_gpu")
+    tokens = sorted({row["tokens"] for row in rows})
+    shapes = list(dict.fromkeys((row["n_inputs"], row["n_outputs"]) for row in rows))
+    by = {(row["n_inputs"], row["n_outputs"], row["tokens"]): row for row in rows}
+
+    def cell(shape: tuple[int, int], count: int) -> str:
+        row = by[(*shape, count)]
+        dense, ours = row["dense_ms"], row["sparse_ms"]
+        return row["problem"] or f"{ours:.2f} ms, dense {dense:.2f} ms ({dense / ours:.2f}×)"
+
+    body = [[f"{n} → {k}", *(cell((n, k), count) for count in tokens)] for n, k in shapes]
+    note = f"One product, {rows[0]['dtype']}, median. {rows[0]['gpu']}, torch {rows[0]['versions']['torch']}, {rows[0]['date']}."
+    return table(["inputs → outputs", *(f"{count} tokens" for count in tokens)], body) + "\n\n" + note
 
 
 def cpu() -> str:
@@ -136,9 +154,19 @@ def models() -> str:
         ]
         for row in rows
     ]
-    last = rows[-1]
     head = ["model", "method", "without disk", "disk", "peak GPU memory", "largest certified gap"]
-    return table(head, [*PAPER, *body]) + f"\n\nOurs on one {last['gpu']}, {last['date'][:10]}."
+    return table(head, [*PAPER, *body]) + f"\n\nOurs on {_cards(rows)}."
+
+
+def _cards(rows: list[dict[str, Any]]) -> str:
+    """The cards of whole models' runs and their dates; those that are not the most runs' with the models that they ran."""
+    ran: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        ran.setdefault(row["gpu"], []).append(row)
+    first, *others = sorted(ran.items(), key=lambda item: -len(item[1]))
+    told = [f"one {first[0]}, {max(row['date'] for row in first[1])[:10]}"]
+    told += [f"{', '.join(r['model'] for r in runs)} on one {gpu}, {max(r['date'] for r in runs)[:10]}" for gpu, runs in others]
+    return "; ".join(told)
 
 
 def phases() -> str:
@@ -159,7 +187,7 @@ def phases() -> str:
         for row in rows
     ]
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in rows[0]["rates_tflops"].items())
-    note = f"Seconds, in brackets the floor. Measured rates in TFLOP/s: {rates}. {rows[0]['gpu']}, {rows[0]['date'][:10]}."
+    note = f"Seconds, in brackets the floor. Measured rates in TFLOP/s in the first row's run: {rates}. On {_cards(rows)}."
     return table(["model", *names, "all"], body) + "\n\n" + note
 
 
@@ -187,7 +215,7 @@ def demo() -> str:
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "quality": quality, "layers": layers, "cpu": cpu, "models": models},
-    "docs/performance.md": {"models": models, "phases": phases, "layers": layers, "real": real_layers},
+    "docs/performance.md": {"models": models, "phases": phases, "layers": layers, "real": real_layers, "sparse": sparse},
 }
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import qprecon
 from qprecon.llm.sparse_check import SparseCheck, check_sparse
 
-RESULTS = Path(__file__).parent / "results" / "sparse_h100.json"
+RESULTS = Path(__file__).parent / "results" / "sparse_gpu.json"
 
 
 def rows_of(folder: Path, check: SparseCheck) -> list[dict]:

@@ -86,13 +86,16 @@ def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
     with_accuracy = [row for row in rows if "accuracy" in row]
     assert len(with_accuracy) == len(paper_rows.chosen("accuracy", 4)) == 13
     assert [row["perplexity"] for row in rows[: len(before)]] == [row["perplexity"] for row in before]  # in their places
+    assert all(row["accuracy"]["perplexity"] == pytest.approx(row["perplexity"]) for row in with_accuracy)
+    old, new = before[1], rows[1]
+    assert "accuracy" in new and {key: value for key, value in new.items() if key != "accuracy"} == old  # seconds, date and all
     found = with_accuracy[0]["accuracy"]
     assert found["average"] == pytest.approx(sum(task["acc"] for task in found["tasks"].values()) / 6)
     assert found["tasks"]["mmlu"]["items"] == 3
     assert paper_tables.main(["--results", str(out), "--no-figures"]) == 0
     page = (out / "paper.md").read_text()
     assert "### Accuracy" in page and "all items (13)" in page
-    assert f"| dense | – | – | {100 * found['tasks']['mmlu']['acc']:.1f} |" in page
+    assert f"| dense | – | – | {paper_tables._ppl(found)} | {100 * found['tasks']['mmlu']['acc']:.1f} |" in page
 
 
 def test_figures(bench, tmp_path):
