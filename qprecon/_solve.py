@@ -58,7 +58,8 @@ def solve(
             masked weights.
         batch_size: columns solved together; by default as many as memory allows.
         dtype: "float32" or "float64" for the backend's arithmetic; by default float64 if H or W is, if tol < 1e-6 or
-            if damping < 1e-3, otherwise float32. The audit is always in float64. ``weights`` come back in this dtype.
+            if damping < 1e-3, otherwise float32. The audit is always in float64. ``weights`` come back in this dtype, but for
+            jax without its x64 switch, which has float32 only.
         **backend_options: the backend's own, checked by name.
 
     Returns:
@@ -69,7 +70,8 @@ def solve(
         UnknownBackendError, BackendNotInstalledError, BackendBrokenError, UnsupportedError: see ``qprecon.errors``.
     """
     started = time.monotonic()
-    _check_numbers(tol, max_iterations, time_limit, batch_size)
+    _check_numbers(tol, time_limit)
+    max_iterations, batch_size = _count("max_iterations", max_iterations), _count("batch_size", batch_size)
     problem = ColumnQP(H, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, damping=damping)
     dtype, why_dtype = automatic.choose_dtype(problem, tol, dtype)
     name, why_backend = automatic.choose_backend(problem, dtype) if backend == "auto" else (backend, None)
@@ -163,12 +165,19 @@ def _assemble(
     )
 
 
-def _check_numbers(tol: float, max_iterations: int | None, time_limit: float | None, batch_size: int | None) -> None:
+def _count(name: str, value: Any) -> int | None:
+    """A positive whole number as an int, also where it is given as 1e3."""
+    if value is None:
+        return None
+    number = as_number(value)
+    if not (number >= 1.0 and number.is_integer()):
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(number)
+
+
+def _check_numbers(tol: float, time_limit: float | None) -> None:
     if not 0.0 < as_number(tol) < 1.0:
         raise ValueError(f"tol must lie between 0 and 1, got {tol!r}")
-    for name, value in (("max_iterations", max_iterations), ("batch_size", batch_size)):
-        if value is not None and not (as_number(value) >= 1.0 and as_number(value).is_integer()):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if time_limit is not None and not as_number(time_limit) > 0.0:
         raise ValueError(f"time_limit must be positive seconds, got {time_limit!r}")
 

@@ -210,9 +210,10 @@ def _split(
         if bound_NK is None:
             continue
         slack_NK = sign * (cast(bound_NK[:, columns], "float64") - new_NK)
-        cost_NK = 2.0 * sign * rho_NK * slack_NK
         # any choice is valid: let the bound take ρ where that is cheaper than the quadratic term's own diagonal estimate
-        takes_NK = mask_NK & (sign * rho_NK > 0) & (slack_NK >= 0) & (cost_NK * diagonal_N1 <= rho_NK * rho_NK)
+        with np.errstate(invalid="ignore"):  # 0·∞, where there is no bound: NaN takes nothing
+            cost_NK = 2.0 * sign * rho_NK * slack_NK
+            takes_NK = mask_NK & (sign * rho_NK > 0) & (slack_NK >= 0) & (cost_NK * diagonal_N1 <= rho_NK * rho_NK)
         free_NK = xp.where(takes_NK, zero_NK, free_NK)
         price_NK = xp.where(takes_NK, cost_NK, price_NK)
     return free_NK, price_NK.sum(0)

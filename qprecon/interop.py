@@ -66,15 +66,20 @@ def to_core(x: Any, place: Place) -> Array:
         if kind == "torch":
             x = x.detach().cpu()
             return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
-        return np.asarray(x)
+        return _native(np.asarray(x))
     import torch
 
     if kind == "jax":
         x = torch.from_dlpack(x)
     elif kind == "numpy":
-        x = torch.as_tensor(np.asarray(x))
+        x = torch.as_tensor(np.ascontiguousarray(_native(np.asarray(x))))  # torch knows neither negative strides nor swapped bytes
     device = place.device if place.kind == "torch" else torch.device("cuda", getattr(place.device, "local_hardware_id", 0))
     return x.detach().to(device)
+
+
+def _native(x: np.ndarray) -> np.ndarray:
+    """``x`` in this machine's byte order."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def as_given_back(x: Array, place: Place) -> Array:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,31 @@ import scipy.linalg
 from .interop import Array, kind_of, namespace
 
 _ONE_THREAD = 1e8  # N²K, the multiplications of one product with H
+
+
+class _Overlapping:
+    """A change of a setting of the whole process that may be made in several threads at once.
+
+    The first to come makes the change and the last to go undoes it. If each put back what it had found, one that came later
+    would put back the other's change, for good.
+    """
+
+    def __init__(self, change: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._change, self._lock, self._inside, self._undo = change, threading.Lock(), 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if not self._inside:
+                self._undo.enter_context(self._change())
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._undo.close()
 
 
 def cholesky(a_NN: Array) -> Array | None:
@@ -89,7 +115,7 @@ def fitting_threads(n: int, k: int, library: str) -> Iterator[None]:
     if library != "numpy" or n * n * k > _ONE_THREAD:
         yield
         return
-    with _blas().limit(limits=1, user_api="blas"):
+    with _one_blas_thread():
         yield
 
 
@@ -100,9 +126,11 @@ def _blas() -> Any:
     return threadpoolctl.ThreadpoolController()
 
 
+_one_blas_thread = _Overlapping(lambda: _blas().limit(limits=1, user_api="blas"))
+
+
 @contextlib.contextmanager
-def exact_float32() -> Iterator[None]:
-    """Keep torch's float32 products in float32: a process that allows TF32 would lose the answer's digits unasked."""
+def _no_tf32() -> Iterator[None]:
     torch = sys.modules.get("torch")
     if torch is None:
         yield
@@ -122,3 +150,7 @@ def exact_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+exact_float32 = _Overlapping(_no_tf32)
+"""Keeps torch's float32 products in float32: a process that allows TF32 would lose the answer's digits unasked."""

@@ -223,8 +223,7 @@ def _bound(bound: Any, place: Place, weights_NK: Array, name: str) -> Array | No
         return None
     bound = _floating(to_core(bound, place), name)
     xp = namespace(weights_NK)
-    kind = "float64" if dtype_name(weights_NK) == "float64" else "float32"  # half precision would move the bounds
     try:
-        return xp.broadcast_to(cast(bound, kind), tuple(weights_NK.shape))
+        return xp.broadcast_to(bound, tuple(weights_NK.shape))
     except (ValueError, RuntimeError):
         raise ValueError(f"{name} of shape {tuple(bound.shape)} does not broadcast to W's {tuple(weights_NK.shape)}") from None

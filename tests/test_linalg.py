@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from qprecon.linalg import column_norms, fitting_threads
+from qprecon.linalg import column_norms, exact_float32, fitting_threads
 
 
 def blas_threads():
@@ -23,6 +23,33 @@ def test_small_numpy_problems_take_one_thread(shape, library, one):
         with fitting_threads(*shape, library):
             inside = blas_threads()
         assert inside and set(inside) <= ({1} if one else {2}) and set(blas_threads()) <= {2}
+
+
+def test_settings_of_the_process_come_back_after_overlapping_threads():
+    torch = pytest.importorskip("torch")
+
+    def inside():
+        return torch.get_float32_matmul_precision(), set(blas_threads())
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with threadpoolctl.threadpool_limits(2, user_api="blas"):
+            outside = inside()
+            first, second = ((exact_float32(), fitting_threads(8, 8, "numpy")) for _ in range(2))
+            for change in (*first, *second):  # as two threads would that overlap: the first to come is the first to go
+                change.__enter__()
+            for change in first:
+                change.__exit__(None, None, None)
+            assert inside() == ("highest", {1})
+            for change in second:
+                change.__exit__(None, None, None)
+            assert inside() == outside
+            with pytest.raises(KeyError), exact_float32():
+                raise KeyError
+            assert inside() == outside
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_column_norms_of_both_libraries():

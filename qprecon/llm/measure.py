@@ -128,7 +128,8 @@ def _energies(
     else:
         ridge = method.damping * energy.hessian_NN.diagonal().mean(dtype=torch.float64)
         undamped = lambda f, d_NK: torch.as_tensor(f, device=d_NK.device) - ridge * d_NK.square().sum(0, dtype=torch.float64)  # noqa: E731
-        masked_K = undamped(solution.baseline_objective, dense_NK * ~mask_NK)
+        bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
+        masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
         new_K = undamped(solution.objective, new_NK - dense_NK)
     same = stored_NK is new_NK or (solution is None and method.update != "own")
     return [masked_K, new_K, new_K if same else energy(stored_NK - dense_NK)]

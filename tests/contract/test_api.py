@@ -266,6 +266,48 @@ def test_crossed_bounds_on_pruned_entries_are_no_error() -> None:
         qprecon.ColumnQP(H, W, MASK, lower_NK=lower, upper_NK=1.0)
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_bounds_keep_their_digits(kind: str) -> None:
+    """Bounds are rounded to the dtype of the arithmetic, not to that of W."""
+    problem = FAMILIES["well_conditioned"].build().arguments()
+    W, put = problem["W"].astype(np.float32), torch.as_tensor if kind == "torch" else np.asarray
+    arrays = {"H": put(problem["H"]), "W": put(W), "mask": put(problem["mask"])}
+    upper = 0.1  # less than the float32 next to it
+    solution = qprecon.solve(**arrays, lower=-upper, upper=upper, damping=0.01)
+    weights = np.asarray(solution.weights)
+    assert weights.dtype == np.float64 and weights.max() == upper and weights.min() == -upper
+    for array in (np.full(W.shape, upper, np.float16), np.full(W.shape[0], upper)[:, None]):
+        solution = qprecon.solve(**arrays, upper=put(array), damping=0.01)
+        assert np.asarray(solution.weights).max() <= np.float64(array.flat[0])
+
+
+def test_no_bound_beside_a_dead_input() -> None:
+    """An infinite bound takes no residual, whatever numpy is told to do with 0 * inf."""
+    dead = H.copy()
+    dead[1] = dead[:, 1] = 0.0
+    with np.errstate(all="raise"):
+        solution = qprecon.solve(dead, W, MASK, lower=-np.inf, upper=np.inf)
+    assert (solution.relative_gap == 0.0).all()
+
+
+def test_whole_numbers_as_floats() -> None:
+    """1e3 is a whole number, as it comes from YAML or JSON."""
+    solution = qprecon.solve(**given(backend="pcg", max_iterations=1e3, batch_size=np.float64(4.0), damping=0.01))
+    assert set(solution.status) == {Status.OPTIMAL}
+
+
+def test_arrays_that_torch_does_not_know() -> None:
+    """Swapped bytes and negative strides go in as any other array."""
+    problem = given(damping=0.01)
+    expected = qprecon.solve(**problem).weights
+    swapped = {name: problem[name].astype(">f8") for name in ("H", "W")}
+    np.testing.assert_array_equal(qprecon.solve(**problem | swapped).weights, expected)
+    flipped = {name: np.ascontiguousarray(problem[name][::-1])[::-1] for name in ("H", "mask")}
+    for arrays in (flipped, {"H": swapped["H"]}):
+        found = qprecon.solve(**problem | arrays | {"W": torch.as_tensor(problem["W"])}).weights
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_reduced_form_of_a_column_that_is_not_there() -> None:
     """A column out of range is an IndexError that says how many there are; negative ones count from the end, with an rhs too."""
     problem = qprecon.ColumnQP(H, W * [[1.0, 2.0]], MASK, rhs_NK=W * [[3.0, 4.0]])

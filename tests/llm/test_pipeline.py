@@ -106,6 +106,13 @@ def test_own_weights_of_the_selector():
         assert a.error_masked == pytest.approx(b.error_masked, rel=1e-5) and b.error_updated < a.error_updated < a.error_masked
 
 
+def test_error_of_the_mask_does_not_depend_on_bounds():
+    bounds = {"lower": -0.02, "upper": 0.02}
+    free, bounded = (prune(build("llama"), solve_options=options, backend="admm") for options in ({}, bounds))
+    for a, b in zip(free.layers[:3], bounded.layers[:3], strict=True):
+        assert b.error_masked == pytest.approx(a.error_masked, rel=1e-5) and b.error_updated > 1.1 * a.error_updated
+
+
 def test_given_masks_are_used_as_they_are():
     model, torch_seed = build("llama"), torch.Generator().manual_seed(5)
     masks = {
