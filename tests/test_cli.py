@@ -161,7 +161,8 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--pattern", "2:5"], "2:5"),
         (["--targets", "no_such_layer"], "no_such_layer"),
         (["--device", "warp"], "warp"),
-        (["--dtype", "float33"], "'float33' is no floating dtype"),
+        (["--dtype", "float33"], "dtype 'float33' cannot be used; use one of float16, bfloat16, float32, float64"),
+        (["--dtype", "float8_e4m3fn"], "dtype 'float8_e4m3fn' cannot be used; use one of float16"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options, culprit):

@@ -41,7 +41,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--device", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument(
         "--dtype",
-        help="of the weights, while they are pruned and in OUT: auto (as they are stored; default), float32, bfloat16 or float16",
+        help="of the weights, while they are pruned and in OUT: auto (as they are stored; default), float32, bfloat16, float16 or "
+        "float64",
     )
     parser.add_argument(
         "--save-masks",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from qprecon.llm.dtypes import FLOATS
+
 
 @dataclass(frozen=True)
 class Block:
@@ -18,7 +20,7 @@ class Block:
 
 def check_weights(block: Block) -> None:
     """ValueError, naming the tensor, for a parameter of the block that is not finite; waits for the device once."""
-    named = [(name, p) for name, p in block.module.named_parameters() if p.is_floating_point() and not p.is_meta]
+    named = [(name, p) for name, p in block.module.named_parameters() if p.dtype in FLOATS and not p.is_meta]
     if named:
         finite = torch.stack([torch.isfinite(parameter).all() for _, parameter in named]).tolist()
         for (name, _), sound in zip(named, finite, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.loading import as_dtype
+from qprecon.llm.dtypes import as_dtype
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096

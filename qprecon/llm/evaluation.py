@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .loading import as_dtype, load_causal_lm, load_config
+from .dtypes import as_dtype
+from .loading import load_causal_lm, load_config
 from .progress import progress_bar
 from .windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
 

@@ -1,4 +1,4 @@
-"""Fused experts: 3-D parameters (E, ·, ·) that hold one linear layer an expert, and what each expert multiplies.
+"""Fused experts: parameters (E, ·, ·), or the same as a matrix (E·, ·), with one linear layer an expert, and what each multiplies.
 
 No module is called per expert there, so hooks see nothing. The products themselves are watched instead, with the eager
 implementation of transformers' experts, which multiplies by one expert's slice at a time.
@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from qprecon.llm.unprunable import check_stored, computed_names
+
 # How a module of fused experts may call its number of inputs at the block's width.
 _WIDTH_ATTRIBUTES = ("hidden_size", "hidden_dim", "input_size", "in_features")
 _PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm"})
@@ -21,20 +23,33 @@ _PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm", "bmm"})
 
 @dataclass(frozen=True)
 class FusedParameter:
-    """A parameter (E, N, K) if `inputs_first`, else (E, K, N), under `attribute` of its module."""
+    """A parameter of E `experts`, (E, N, K) if `inputs_first`, else (E, K, N), under `attribute` of its module.
+
+    A matrix holds the same with its first two axes as one.
+    """
 
     attribute: str
     parameter: nn.Parameter
     inputs_first: bool
+    experts: int
+
+
+# Modules that hold their experts below each other in matrices: class -> (their number's attribute, matrix -> inputs_first).
+_STACKED = {"DbrxExpertGLU": ("moe_num_experts", {"w1": False, "v1": False, "w2": True})}
 
 
 def fused_parameters(name: str, module: nn.Module) -> Iterator[FusedParameter]:
-    """The fused expert matrices that `module` itself holds; ValueError where their orientation cannot be told."""
-    matrices = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
-    if not matrices or "expert" not in f"{name}.{type(module).__name__}".lower():
+    """The fused expert matrices that `module` itself holds; ValueError where they are computed or cannot be oriented."""
+    number, stacked = _STACKED.get(type(module).__name__, ("", {}))
+    for key, inputs_first in stacked.items():
+        check_stored(name, module, [key])
+        yield FusedParameter(key, getattr(module, key), inputs_first, getattr(module, number))
+    if "expert" not in f"{name}.{type(module).__name__}".lower():
         return
+    check_stored(name, module, computed_names(module))
+    matrices = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
     for key, parameter in matrices.items():
-        yield FusedParameter(key, parameter, _inputs_first(name, module, key, parameter, matrices))
+        yield FusedParameter(key, parameter, _inputs_first(name, module, key, parameter, matrices), len(parameter))
 
 
 def _inputs_first(name: str, module: nn.Module, key: str, parameter: nn.Parameter, matrices: dict) -> bool:
@@ -83,10 +98,11 @@ class ExpertInputs(TorchFunctionMode):
     Recognised are x · (a slice of the parameter, transposed or not) and a batched product with the whole parameter.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], observe: Callable[[nn.Parameter, int, torch.Tensor], None]):
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, int]], observe: Callable[[nn.Parameter, int, torch.Tensor], None]):
+        """`parameters`: each with the number of its experts."""
         super().__init__()
         self.observe = observe
-        self.ranges = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p) for p in parameters]
+        self.ranges = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), p, experts) for p, experts in parameters]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -97,9 +113,10 @@ class ExpertInputs(TorchFunctionMode):
 
     def _watch(self, x: torch.Tensor, weight: torch.Tensor) -> None:
         pointer = weight.data_ptr()
-        for start, end, parameter in self.ranges:
-            if start <= pointer < end and weight.ndim == 2:
-                self.observe(parameter, (pointer - start) // (parameter.stride(0) * parameter.element_size()), x)
+        for start, end, parameter, experts in self.ranges:
+            size = parameter.numel() // experts
+            if start <= pointer < end and weight.ndim == 2 and weight.numel() <= size:
+                self.observe(parameter, (pointer - start) // (size * parameter.element_size()), x)
             elif pointer == start and weight.ndim == 3 and weight.numel() == parameter.numel():
-                for expert in range(parameter.shape[0]):
+                for expert in range(experts):
                     self.observe(parameter, expert, x[expert])

@@ -175,7 +175,7 @@ def observed_inputs(block: nn.Module, views: Sequence[LinearView], observe: Obse
         if not fused:
             yield
             return
-        parameters = list({id(view.parameter): view.parameter for view in fused.values()}.values())
+        parameters = list({id(view.parameter): (view.parameter, view.experts) for view in fused.values()}.values())
 
         def observe_expert(parameter: nn.Parameter, expert: int, x: torch.Tensor) -> None:
             if (view := fused.get((id(parameter), expert))) is not None:
@@ -255,7 +255,7 @@ def _check_observed(views: Sequence[LinearView], grams: BlockGrams) -> None:
             fused.setdefault(id(view.parameter), []).append(view)
     for experts in fused.values():
         # Some experts may get no token, all of them cannot: then the module multiplies in a way that is not recognised.
-        complete = len(experts) == experts[0].parameter.shape[0]
+        complete = len(experts) == experts[0].experts
         if complete and not any(view.name in grams.by_name for view in experts):
             raise ValueError(
                 f"{experts[0].name}: the inputs of these fused experts cannot be seen, as {type(experts[0].module).__name__} "

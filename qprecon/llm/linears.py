@@ -6,7 +6,7 @@ transformers' Conv1D (GPT-2) and transposed experts hold (N, K).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from qprecon.llm.blocks import Block
 from qprecon.llm.experts import fused_parameters
+from qprecon.llm.unprunable import check_stored, packed_as, stored_as
 
 # A linear so named, or inside a module so named, in a block that has experts, scores tokens for routing.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"})
@@ -21,7 +22,8 @@ ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"
 
 @dataclass(frozen=True)
 class LinearView:
-    """A linear layer: its full dotted name, where its weights are, and the expert's index if it is one of a fused parameter.
+    """A linear layer: its full dotted name, where its weights are, and the expert's index if it is one of `experts` of a fused
+    parameter, whose first axis is cut into so many equal parts.
 
     The parameter is looked up at each use, since moving a module to another device may replace it.
     """
@@ -31,6 +33,7 @@ class LinearView:
     attribute: str
     inputs_first: bool
     expert: int | None = None
+    experts: int = 1
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -66,7 +69,10 @@ class LinearView:
 
     def _stored(self) -> torch.Tensor:
         stored = self.parameter.detach()
-        return stored if self.expert is None else stored[self.expert]
+        if self.expert is None:
+            return stored
+        # A view also where the experts lie below each other in a matrix.
+        return stored.view(self.experts, -1, stored.shape[-1])[self.expert]
 
     def _oriented(self) -> torch.Tensor:
         return self._stored() if self.inputs_first else self._stored().t()
@@ -74,57 +80,93 @@ class LinearView:
 
 @dataclass(frozen=True)
 class BlockLinears:
-    """The linears of one block, and what was left out: (name, reason)."""
+    """The linears of one block, what was left out, and what cannot be pruned as it is stored: (name, reason)."""
 
     views: tuple[LinearView, ...]
     excluded: tuple[tuple[str, str], ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+UNHELD = "no linear layer holds it"
+_ROUTER = "router of a mixture of experts"
 
 
 def find_linears(block: Block, *, model: nn.Module | None = None) -> BlockLinears:
-    """All linear layers of `block`: `nn.Linear`, Conv1D, and each expert of fused 3-D expert parameters.
+    """All linear layers of `block`: `nn.Linear`, Conv1D, and each expert of fused expert parameters.
 
     Left out, with the reason: routers of mixtures of experts (a few thousand weights that decide where every token goes;
     field practice leaves them dense), layers whose weight is tied to a parameter elsewhere in `model`, and matrices that
     no linear layer holds. Heads and embeddings are outside the blocks, so they are never found.
 
-    Raises ValueError for quantised weights, and for fused experts whose orientation cannot be told.
+    Quantised layers are `refused`: an error only for a caller who wants them pruned (`check_refused`).
+
+    Raises ValueError for weights that are computed from others, and for fused experts whose orientation cannot be told.
     """
     tied = _tied_parameters(model if model is not None else block.module)
     has_experts = any("expert" in name for name, _ in block.module.named_modules())
+
+    def is_router(name: str) -> bool:
+        return has_experts and not ROUTER_NAMES.isdisjoint(name[len(block.name) + 1 :].split("."))
+
     views: list[LinearView] = []
     excluded: list[tuple[str, str]] = []
+    refused: list[tuple[str, str]] = []
     claimed: set[int] = set()
     for view in _all_views(block):
         claimed.add(id(view.parameter))
-        if has_experts and _is_router(view.name, block):
-            excluded.append((view.name, "router of a mixture of experts"))
+        if is_router(view.name):
+            excluded.append((view.name, _ROUTER))
         elif id(view.parameter) in tied:
             excluded.append((view.name, "its weight is tied to another parameter of the model"))
+        elif (kind := stored_as(view.parameter)) is not None:
+            refused.append((view.name, _quantised(kind)))
         else:
-            _check_dtype(view)
             views.append(view)
-    for name, parameter in block.module.named_parameters(prefix=block.name):
-        if parameter.ndim >= 2 and id(parameter) not in claimed:
-            router = has_experts and _is_router(name, block)
-            excluded.append((name, "router of a mixture of experts" if router else "no linear layer holds it"))
-    return BlockLinears(tuple(views), tuple(excluded))
+    for name, kind in _without_view(block, claimed):
+        if is_router(name):
+            excluded.append((name, _ROUTER))
+        elif kind is not None:
+            refused.append((name, _quantised(kind)))
+        else:
+            excluded.append((name, UNHELD))
+    return BlockLinears(tuple(views), tuple(excluded), tuple(refused))
+
+
+def check_refused(refused: Iterable[tuple[str, str]]) -> None:
+    """ValueError for the first of the layers that cannot be pruned as they are stored, with the reason."""
+    for name, reason in refused:
+        raise ValueError(f"{name}: {reason}")
+
+
+def _modules(block: Block) -> Iterator[tuple[str, nn.Module]]:
+    return block.module.named_modules(prefix=block.name)
 
 
 def _all_views(block: Block) -> Iterator[LinearView]:
-    for name, module in block.module.named_modules(prefix=block.name):
-        if isinstance(module, nn.Linear):
-            yield LinearView(name, module, "weight", inputs_first=False)
-        elif type(module).__name__ == "Conv1D" and module.weight.ndim == 2:
-            yield LinearView(name, module, "weight", inputs_first=True)
+    for name, module in _modules(block):
+        conv1d = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+        if packed_as(module) is not None:
+            continue
+        if isinstance(module, nn.Linear) or (conv1d and module.weight.ndim == 2):
+            check_stored(name, module, ["weight"])
+            yield LinearView(name, module, "weight", inputs_first=conv1d)
         else:
             for fused in fused_parameters(name, module):
-                for expert in range(fused.parameter.shape[0]):
+                for expert in range(fused.experts):
                     full = f"{name}.{expert}.{fused.attribute}"
-                    yield LinearView(full, module, fused.attribute, fused.inputs_first, expert)
+                    yield LinearView(full, module, fused.attribute, fused.inputs_first, expert, fused.experts)
 
 
-def _is_router(name: str, block: Block) -> bool:
-    return not ROUTER_NAMES.isdisjoint(name[len(block.name) + 1 :].split("."))
+def _without_view(block: Block, claimed: set[int]) -> Iterator[tuple[str, str | None]]:
+    """Packed modules, and matrices outside `claimed`, the ids of parameters: name, and what they are stored as if quantised."""
+    known = set(claimed)
+    for name, module in _modules(block):
+        if (kind := packed_as(module)) is not None:
+            known.update(map(id, module.parameters(recurse=False)))
+            yield name, kind
+    for name, parameter in block.module.named_parameters(prefix=block.name):
+        if parameter.ndim >= 2 and id(parameter) not in known:
+            yield name, str(parameter.dtype) if parameter.element_size() == 1 else None
 
 
 def _tied_parameters(model: nn.Module) -> set[int]:
@@ -135,9 +177,8 @@ def _tied_parameters(model: nn.Module) -> set[int]:
     return tied
 
 
-def _check_dtype(view: LinearView) -> None:
-    if not view.parameter.is_floating_point():
-        raise ValueError(
-            f"{view.name}: its weights are stored as {view.parameter.dtype}; quantised layers cannot be pruned, load the "
-            "model unquantised or leave the layer out with `ignore`"
-        )
+def _quantised(kind: str) -> str:
+    return (
+        f"its weights are stored as {kind}; quantised layers cannot be pruned, load the model unquantised or leave the layer "
+        "out with `ignore`"
+    )

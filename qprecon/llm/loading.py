@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qprecon.llm.dtypes import as_dtype
 from qprecon.llm.hub import ask_hub, is_hub_name
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -39,15 +40,15 @@ def load_causal_lm(
     Args:
         model: a folder in the Hugging Face layout, or a hub name.
         device: where to put it; None or "auto" chooses.
-        dtype: of the weights in memory, a torch dtype, its name, or "auto" for the stored one. None: float32 on a CPU,
-            where half precision is slow, and the stored one on a GPU.
+        dtype: of the weights in memory, a torch dtype of 16 bits or more, its name, or "auto" for the stored one.
+            None: float32 on a CPU, where half precision is slow, and the stored one on a GPU.
 
     Returns:
         (model in eval mode, tokenizer, or None if the folder has none).
 
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without a config.json. OSError: a hub name that cannot be
-            had. ValueError: an unknown dtype; weights that the files lack.
+            had. ValueError: another dtype; weights that the files lack.
     """
     from transformers import AutoModelForCausalLM
 
@@ -55,7 +56,7 @@ def load_causal_lm(
     target = choose_device(device)
     if dtype is None:
         dtype = torch.float32 if target.type == "cpu" else "auto"
-    elif isinstance(dtype, str) and dtype != "auto":
+    elif dtype != "auto":
         dtype = as_dtype(dtype)
     with _named(model):
         loaded, found = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
@@ -116,14 +117,6 @@ def _named(model: str | Path) -> Iterator[None]:
         if Path(model).expanduser().is_dir():
             raise
         raise OSError(f"there is no folder {str(model)!r} here, and as a name on the hub it cannot be had: {error}") from error
-
-
-def as_dtype(name: str | torch.dtype) -> torch.dtype:
-    """A torch floating dtype by its name, such as "bfloat16"."""
-    found = name if isinstance(name, torch.dtype) else getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{name!r} is no floating dtype; use float32, bfloat16 or float16")
-    return found
 
 
 def _check_path(model: str | Path) -> None:

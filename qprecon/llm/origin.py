@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from qprecon.llm.checkpoint import NotStreamable, Shards, open_shards, skeleton
+from qprecon.llm.dtypes import as_dtype
 from qprecon.llm.loading import load_causal_lm, load_tokenizer, model_folder
 from qprecon.llm.masks import get_selector
 
@@ -26,6 +27,8 @@ class Found:
 def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, notes: list[str]) -> Found:
     """The model that was given to `prune_model`: itself, a skeleton of a folder, or where that cannot be had (`notes` then says
     why) the folder loaded as a whole. ValueError, TypeError: what cannot be pruned, or would be overwritten."""
+    if dtype not in (None, "auto"):
+        as_dtype(dtype)
     if isinstance(model, str | Path):
         if out is None:
             raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qprecon.llm.journal import PROGRESS, current_umask
 from qprecon.llm.report import PruneReport
 
@@ -41,6 +43,13 @@ def check_output(out: str | Path) -> Path:
                 f"output folder {out} holds {foreign[0]}, which qprecon did not write; choose another folder or move that file"
             )
     return out
+
+
+def check_writable(model: Any) -> None:
+    """ValueError, naming it, for something in the model's state that is no tensor, as torch's packed layers have it."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"out: {name} of the model is no tensor but {type(value).__name__}, which safetensors cannot hold")
 
 
 def _ours(entry: Path) -> bool:

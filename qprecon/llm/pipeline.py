@@ -27,7 +27,7 @@ from qprecon.llm.measure import finished_rows
 from qprecon.llm.memory import with_room
 from qprecon.llm.method import Method
 from qprecon.llm.origin import Found, find_model
-from qprecon.llm.output import check_output, complete_folder, partial_folder, save_model
+from qprecon.llm.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
@@ -120,6 +120,8 @@ def prune_model(
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
         check_method(method, plan, propagate, device)
         method = with_given_masks(method, plan)
+        if out is not None and found.shards is None:
+            check_writable(found.model)
         samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
         source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import nn
 import qprecon
 from qprecon.llm.blocks import Block, find_blocks
 from qprecon.llm.calibration import calibration_windows
-from qprecon.llm.linears import LinearView, find_linears
+from qprecon.llm.linears import UNHELD, BlockLinears, LinearView, check_refused, find_linears
 from qprecon.llm.masks import LayerData, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.method import UPDATES, Method
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.targets import as_patterns, check_patterns, matches
+from qprecon.llm.unprunable import check_no_adapter
 from qprecon.llm.windows import check_windows
 
 PROPAGATE = ("pruned", "dense")
@@ -62,8 +63,10 @@ def plan_layers(
     layer is its own, and layers that none matches stay dense. `targets` limits the layers, `ignore` takes some out.
 
     Raises ValueError for a layer pattern that matches nothing, a pattern that keeps no weight, an N:M pattern that does not
-    divide a layer's inputs (the layer is named), and where no layer is left.
+    divide a layer's inputs (the layer is named), and where no layer is left; for a model with an adapter, for layers that are
+    quantised or computed, and where much of the blocks lies in parameters of no known layer, unless these are left out.
     """
+    check_no_adapter(model)
     blocks = find_blocks(model)
     targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
     patterns: Pattern | dict[str, Pattern]
@@ -74,18 +77,26 @@ def plan_layers(
     for each in patterns.values() if isinstance(patterns, dict) else [patterns]:
         each.check_some_kept()
     found = [find_linears(block, model=model) for block in blocks]
-    names = [view.name for linears in found for view in linears.views]
+    refused = [item for linears in found for item in linears.refused]
+    names = [view.name for linears in found for view in linears.views] + [name for name, _ in refused]
     left_out = [item for linears in found for item in linears.excluded]
     check_patterns(targets, names, "targets")
     check_patterns(ignore, names + [name for name, _ in left_out] + _other_linears(model), "ignore")
     if isinstance(patterns, dict):
         check_patterns(as_patterns(patterns, "pattern"), names, "pattern")
+
+    def wanted(name: str) -> bool:
+        return _pattern_of(name, patterns) is not None and _wanted(name, targets, ignore)
+
+    check_refused(item for item in refused if wanted(item[0]))
+    left_out += [(name, "not asked for") for name, _ in refused]
+    _check_held(blocks, found, wanted)
     layers: list[list[LayerPlan]] = []
     for linears in found:
         layers.append([])
         for view in linears.views:
             own = _pattern_of(view.name, patterns)
-            if own is None or not _wanted(view.name, targets, ignore):
+            if own is None or not wanted(view.name):
                 left_out.append((view.name, "not asked for"))
                 continue
             own.check(view.n_inputs, view.name)
@@ -104,6 +115,30 @@ def _pattern_of(name: str, patterns: Pattern | dict[str, Pattern]) -> Pattern | 
 def _wanted(name: str, targets: Sequence[str], ignore: Sequence[str]) -> bool:
     chosen = not targets or any(matches(pattern, name) for pattern in targets)
     return chosen and not any(matches(pattern, name) for pattern in ignore)
+
+
+_MOST_UNHELD = 0.25  # of the blocks' matrices; convolutions and states of known architectures are below 0.03
+
+
+def _check_held(blocks: Sequence[Block], found: Sequence[BlockLinears], wanted: Callable[[str], bool]) -> None:
+    """ValueError where so much of what is to be pruned lies outside linear layers that the report would mislead."""
+    sizes = {
+        name: parameter.numel()
+        for block in blocks
+        for path, module in block.module.named_modules(prefix=block.name)
+        if not isinstance(module, nn.Embedding)
+        for name, parameter in module.named_parameters(prefix=path, recurse=False)
+        if parameter.ndim >= 2
+    }
+    left = [name for linears in found for name, reason in linears.excluded if reason == UNHELD]
+    unheld = [name for name in left if name in sizes and wanted(name)]
+    share = sum(sizes[name] for name in unheld) / max(sum(sizes.values()), 1)
+    if share > _MOST_UNHELD:
+        raise ValueError(
+            f"{share:.0%} of the blocks' weights would stay dense, as no linear layer that is known here holds them: "
+            f"{len(unheld)} parameters, the largest {max(unheld, key=sizes.__getitem__)}; to prune the rest only, name them in "
+            "`ignore`"
+        )
 
 
 def _other_linears(model: nn.Module) -> list[str]:

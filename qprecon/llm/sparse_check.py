@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from qprecon.llm.blocks import find_blocks
-from qprecon.llm.linears import find_linears
-from qprecon.llm.loading import as_dtype, load_causal_lm
+from qprecon.llm.dtypes import as_dtype
+from qprecon.llm.linears import check_refused, find_linears
+from qprecon.llm.loading import load_causal_lm
 
 Sparsify = Callable[[torch.Tensor], torch.Tensor]
 _REPEATS, _LAUNCHES = 20, 10
@@ -103,7 +104,9 @@ def is_2_4(weight_KN: torch.Tensor) -> bool:
 
 def _linear_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for block in find_blocks(model):
-        for view in find_linears(block, model=model).views:
+        linears = find_linears(block, model=model)
+        check_refused(linears.refused)
+        for view in linears.views:
             yield view.name, view.weights_NK().T.contiguous()
 
 

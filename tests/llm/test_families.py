@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
 from qprecon.llm import prune_model
 from qprecon.llm.blocks import find_blocks
 from qprecon.llm.capture import capture_inputs, run_block
+from qprecon.llm.gram import collect_grams
 from qprecon.llm.linears import find_linears
 
-from .families import FAMILIES, build, tokens
+from .families import FAMILIES, FUSED, build, tokens
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -78,6 +79,53 @@ def test_views_are_inputs_by_outputs(family):
     assert not down.weights_NK().any() and up.weights_NK().any()
     with pytest.raises(ValueError, match="down_proj|fc2|c_proj|w2"):
         down.write(torch.zeros(down.n_outputs, down.n_inputs))
+
+
+def dbrx():
+    config = DbrxConfig(
+        d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=97,
+        attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8),
+        ffn_config=dict(ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, **({"hidden_size": 32} if FUSED else {})),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = DbrxForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def test_experts_below_each_other_in_a_matrix(tmp_path):
+    """DBRX: w1 and v1 map 32 to 24, w2 maps 24 to 32 and is stored transposed, (experts · 24, 32) all three."""
+    model, samples = dbrx(), tokens(4)
+    block = find_blocks(model)[0]
+    views = {view.name.removeprefix(block.name + "."): view for view in find_linears(block, model=model).views}
+    assert len(views) == 2 + 4 * 3
+    mlp = block.module.ffn.experts.mlp
+    w1, w2 = views["ffn.experts.mlp.2.w1"], views["ffn.experts.mlp.2.w2"]
+    assert torch.equal(w1.weights_NK(), mlp.w1[48:72].T) and torch.equal(w2.weights_NK(), mlp.w2[48:72])
+    calls = []
+    handle = mlp.register_forward_pre_hook(lambda m, args: calls.append([a.clone() for a in args]))
+    inputs = capture_inputs(model, find_blocks(model), samples)
+    calls.clear()
+    with torch.no_grad():
+        for sample in range(4):
+            run_block(block.module, inputs.hidden[sample], inputs.calls[0][sample])
+    handle.remove()
+    own = [x for x, expert, *_ in calls if torch.equal(expert.reshape(24, 32), mlp.w1[48:72])]
+    x = torch.cat([rows.reshape(-1, 32) for rows in own])
+    inner = (torch.nn.functional.silu(x @ mlp.w1[48:72].T) * (x @ mlp.v1[48:72].T)).detach()
+    grams = collect_grams(block.module, list(views.values()), inputs, 0)
+    torch.testing.assert_close(grams.hessian(w1), x.T @ x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grams.hessian(w2), inner.T @ inner, rtol=1e-4, atol=1e-4)
+    report = prune_model(model, samples, update="none", out=tmp_path / "out", progress=False)
+    assert len(report.layers) == 2 * 14 and all(row.zeros == row.n_outputs * (row.n_inputs // 2) for row in report.layers)
+    for layer in model.transformer.blocks:
+        for weight in (layer.ffn.experts.mlp.w1, layer.ffn.experts.mlp.v1, layer.ffn.experts.mlp.w2):
+            assert (weight == 0).sum() * 2 == weight.numel()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=samples).logits, model(input_ids=samples).logits)
 
 
 def plain(config):

@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
@@ -22,6 +23,18 @@ def test_weights_that_the_files_lack_are_named(tmp_path):
     for load in (load_causal_lm, lambda path: prune_model(path, words(400), out=tmp_path / "out", progress=False)):
         with pytest.raises(ValueError, match="lacks 1 of its weights, first model.layers.1.self_attn.q_proj.weight"):
             load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", torch.float8_e5m2, torch.int8, "linear", 3])
+def test_only_floats_of_16_bits_and_more_are_dtypes(dtype, tmp_path):
+    toy_llama().save_pretrained(tmp_path / "model")
+    for load in (
+        lambda: load_causal_lm(tmp_path / "model", dtype=dtype),
+        lambda: prune_model(tmp_path / "model", words(400), out=tmp_path / "out", dtype=dtype, progress=False),
+        lambda: prune_model(toy_llama(), words(400), dtype=dtype, progress=False),
+    ):
+        with pytest.raises(ValueError, match="cannot be used; use one of float16, bfloat16, float32, float64"):
+            load()
 
 
 def test_an_encoder_is_no_causal_language_model(tmp_path):
