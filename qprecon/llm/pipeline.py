@@ -228,7 +228,8 @@ def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.
     views = [layer.view for layers in plan.layers for layer in layers]
     if found.shards is None:
         return {view.name: view.weights_NK() != 0 for view in views}
-    return load_masks(out, names=[view.name for view in views])
+    stored = {view.name: view.stored_as for view in views}
+    return load_masks(out, names=list(stored), stored=stored)
 
 
 def _described(pattern: Any) -> Any:

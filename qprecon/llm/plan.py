@@ -142,8 +142,11 @@ def with_given_masks(method: Method, plan: Plan) -> Method:
     options = dict(method.mask_options)
     if "masks" not in options:
         raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
+    if unknown := set(options) - {"masks", "orientation"}:
+        raise ValueError(f"mask 'given' has no option {min(unknown)!r}; its options are masks, orientation")
     views = [layer.view for layers in plan.layers for layer in layers]
-    masks = load_masks(options.pop("masks"), names=[view.name for view in views], **options)
+    stored = {view.name: view.stored_as for view in views}
+    masks = load_masks(options.pop("masks"), names=list(stored), stored=stored, **options)
     for view in views:
         if tuple(masks[view.name].shape) != (view.n_inputs, view.n_outputs):
             raise ValueError(
