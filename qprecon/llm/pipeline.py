@@ -85,7 +85,8 @@ def prune_model(
         backend, damping, tol, solve_options: as in `qprecon.solve`.
         targets, ignore: names, globs or `re:` expressions of layers to prune or to leave (see `qprecon.llm.targets`).
         propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
-        out: a folder for the pruned model and its report; absent, empty or written by qprecon before, which is then replaced.
+        out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
+            wrote there before, which is then replaced.
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
         dtype: of a model given by name, while it is pruned and in `out`; "auto" as stored. On a CPU "float32" can be much faster.
@@ -108,7 +109,9 @@ def prune_model(
     with clock("load"):
         progress_mode(progress)
         if out is not None:
-            check_output(out)
+            given, out = out, check_output(out)
+            if Path(given).expanduser().is_symlink():
+                notes.append(f"{given} is a link: the model is written to {out}")
         device = choose_device(device)
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
