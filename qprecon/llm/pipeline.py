@@ -77,7 +77,8 @@ def prune_model(
         calibration: windows of token numbers, (S, T) or a list, used as they are; or text, or one long tensor of
             tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
-            patterns to patterns (layers that match none stay dense). One of the two, not both.
+            patterns to patterns (layers that match none stay dense). One of the two, not both. Given masks must hold the
+            pattern, if one is named.
         allocation: "uniform" takes the sparsity for every block; "owl" a lower one for blocks with more outliers, the same on
             average (`qprecon.llm.allocation`; its options are lam and threshold).
         mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
@@ -115,14 +116,16 @@ def prune_model(
         device = choose_device(device)
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
+        stated = pattern is not None or sparsity != _SPARSITY
         pattern = sparsity if pattern is None else pattern
         owl = owl_asked(allocation, allocation_options, pattern, mask)
-        settings |= {"pattern": _described(pattern), "device": str(device), "allocation_options": owl and owl.options}
+        described = _described(pattern) if stated or mask != "given" else "given"
+        settings |= {"pattern": described, "device": str(device), "allocation_options": owl and owl.options}
         found = find_model(model, tokenizer, out, dtype, mask, notes)
         plan = plan_layers(found.model, pattern, targets, ignore)
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
         check_method(method, plan, propagate, device)
-        method = with_given_masks(method, plan)
+        method = with_given_masks(method, plan, stated)
         samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
         source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
     try:
