@@ -210,13 +210,17 @@ def _open_source(
         **_versions(),
         "model files": found.shards.identity,
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
-        "calibration": [digest(torch.cat(samples)), len(samples)],
+        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
+        "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
+        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "mask_options": digest(method.mask_options),
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
     source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, clock)
     notes += [f"{file} of the earlier run is damaged and is made again" for file in journal.damaged]
+    if source.compared:
+        notes.append("the model's files have other times than before: what had been read of them was compared and is the same")
     if source.finished:
         notes.append(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
     return source
