@@ -108,6 +108,53 @@ def test_warnings_are_shown(folders, tmp_path):
         assert part in shown
 
 
+def leaves(data, path=()):
+    """The path to every value of nested dicts and lists, and, ending in None, to every key."""
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from leaves(value, (*path, key))
+            yield from [(*path, key, None)] if isinstance(data, dict) else []
+    else:
+        yield path
+
+
+def replaced(data, path, value):
+    """A copy in which `value` stands at the path, or is the key."""
+    data = json.loads(json.dumps(data))
+    *parents, last = path if path[-1] is not None else path[:-1]
+    inner = data
+    for key in parents:
+        inner = inner[key]
+    if path[-1] is None:
+        inner[value] = inner[last]
+    else:
+        inner[last] = value
+    return data
+
+
+def test_no_field_of_a_report_gets_into_the_page_as_markup(folders, tmp_path):
+    """Each is shown as text, or refused by name where it ought to be a number."""
+    hostile = "</title><script>alert(1)</script>'\""
+    files = {name: json.loads((folders[0] / name).read_text()) for name in (output.REPORT_NAME, assessment.EVALUATION_NAME)}
+    report, evaluation = files.values()
+    report |= {"layers": report["layers"][:2], "warnings": ["a"], "excluded": [["b", "c"]]}
+    evaluation["tasks"] = evaluation["tasks"][:1]
+    (tmp_path / recipe.RECIPE_NAME).write_text(hostile)
+    shown = 0
+    for name, data in files.items():
+        for path in leaves(data):
+            for other in files:
+                (tmp_path / other).write_text(json.dumps(replaced(data, path, hostile) if other == name else files[other]))
+            try:
+                text = write_page([tmp_path, tmp_path]).read_text()
+            except ValueError as error:
+                assert str(tmp_path) in str(error), path
+                continue
+            shown += text.count("&lt;script&gt;alert(1)") > 2  # the recipe's, of both runs
+            assert "<script" not in text and "\"'\"" not in text, path
+    assert shown > 50
+
+
 def test_several_runs_are_compared(folders, tmp_path, capsys):
     target = tmp_path / "deep" / "both.html"
     assert cli.main(["report", *map(str, folders), "-o", str(target)]) == 0

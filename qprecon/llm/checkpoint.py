@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Shards:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
     identity: dict[str, str]  # file -> size and a hash of its header and of samples of its contents
+    modified: dict[str, int] = field(default_factory=dict)  # file -> when it was last written, in ns
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Tensors in host memory, each in its stored dtype, as private copies."""
@@ -56,6 +57,7 @@ def open_shards(folder: Path) -> Shards:
         raise NotStreamable("its weights are not stored as safetensors")
     shards = Shards(folder, {}, {}, {}, {})
     for file in files:
+        shards.modified[file] = (folder / file).stat().st_mtime_ns
         size, digest, header = read_header(folder / file)
         shards.identity[file] = f"{size} bytes, sampled {digest}"
         for name, facts in header.items():
@@ -67,7 +69,8 @@ def open_shards(folder: Path) -> Shards:
 def read_header(path: Path) -> tuple[int, str, dict[str, Any]]:
     """Size, a hash, and the header of a safetensors file. The hash is of the header and of samples spread over the contents.
 
-    Other weights of the same shapes differ almost everywhere, and reading a large model whole would take minutes.
+    Other weights of the same shapes differ almost everywhere, and reading a large model whole would take minutes. What differs
+    elsewhere only is found by the time of the file, and by checksums of the blocks that were read (`DiskBlocks`).
     """
     size = path.stat().st_size
     with open(path, "rb") as file:

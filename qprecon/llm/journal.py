@@ -48,7 +48,7 @@ class Journal:
         journal._claim()
         if not resume or not journal._entries():
             journal._clear()
-        known = journal._read(_FINGERPRINT)
+        known = journal.read(_FINGERPRINT)
         if known is not None and (differing := _differences(known, fingerprint)):
             journal.close()
             raise ValueError(
@@ -57,7 +57,7 @@ class Journal:
             )
         journal.progress.mkdir(parents=True, exist_ok=True)
         if known is None:
-            journal._write_json(_FINGERPRINT, dict(fingerprint))
+            journal.write(_FINGERPRINT, dict(fingerprint))
         return journal
 
     def _entries(self) -> list[Path]:
@@ -94,7 +94,7 @@ class Journal:
 
     def entry(self, key: str) -> dict[str, Any] | None:
         """What is known of a finished shard; None, and the entry is forgotten, where its file is not what was written."""
-        found = self._read(f"{key}.json")
+        found = self.read(f"{key}.json")
         if found is not None and key not in self._sound:
             path = self.folder / found["file"]
             if not path.is_file() or checksum(path) != found["checksum"]:
@@ -111,14 +111,16 @@ class Journal:
         write_atomically(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         known = {"file": file, "names": list(tensors), "bytes": size, "checksum": checksum(self.folder / file)}
-        self._write_json(f"{key}.json", {**known, **facts})
+        self.write(f"{key}.json", {**known, **facts})
         self._sound.add(key)
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What `write` was given under this name; None where there is nothing."""
         path = self.progress / name
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
-    def _write_json(self, name: str, data: Any) -> None:
+    def write(self, name: str, data: Any) -> None:
+        """Keep `data` with what is known of the run."""
         # JSON's Infinity and NaN are Python's own here: these files are read by nothing else.
         write_atomically(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
 
@@ -148,6 +150,11 @@ def checksum(path: Path) -> int:
     return value
 
 
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes, in host memory."""
+    return zlib.crc32(_bytes(tensor).numpy().data)
+
+
 @functools.cache
 def current_umask() -> int:
     """Of the process. It can only be read by setting it, for all threads: once, and first before there are any."""
@@ -167,13 +174,17 @@ def _sync(path: Path) -> None:
 def digest(value: Any) -> Any:
     """A value as JSON can hold and compare it; tensors by a hash of their bytes."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{tuple(value.shape)} {value.dtype} sha256 {hashlib.sha256(flat.numpy().data).hexdigest()[:16]}"
+        content = _bytes(value.detach().cpu()).numpy().data
+        return f"{tuple(value.shape)} {value.dtype} sha256 {hashlib.sha256(content).hexdigest()[:16]}"
     if isinstance(value, Mapping):
         return {str(key): digest(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [digest(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

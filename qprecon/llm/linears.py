@@ -48,6 +48,11 @@ class LinearView:
         return self._stored().shape[1 if self.inputs_first else 0]
 
     @property
+    def stored_as(self) -> str:
+        """The orientation of the stored weights, "NK" or "KN"."""
+        return "NK" if self.inputs_first else "KN"
+
+    @property
     def may_be_idle(self) -> bool:
         """Whether a calibration set may never reach it: true of experts only."""
         return self.expert is not None or any("expert" in part for part in self.name.split("."))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,32 +17,47 @@ from typing import Any
 import torch
 
 from qprecon.llm.journal import PROGRESS, current_umask
+from qprecon.llm.packed import MASKS_NAME
 from qprecon.llm.report import PruneReport
 
 REPORT_NAME = "qprecon_report.json"
-# What a replaced folder may lose: weights, configurations, tokenizers, and what qprecon adds.
-_OURS = (
-    "*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md", "recipe.yaml", "masks.npz",
-    "report.html",
-)  # fmt: skip
+# What is written beside a run's files later: by the command line, an evaluation, a report page.
+_ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
+# What a run may have written before reports listed their files.
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_KNOWN = frozenset({
+    REPORT_NAME, "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model",
+    "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt",
+})  # fmt: skip
 
 
 def check_output(out: str | Path) -> Path:
-    """The output folder, if it may be written: absent, empty, or written by qprecon before.
+    """The output folder, absolute and with links followed, if it may be written: absent, empty, or written by qprecon before.
 
-    Raises FileExistsError for a file or a folder that holds something else.
+    Raises FileExistsError for a file, a folder that holds something else (the files are named) or is a mount point, and links
+    that lead to one another; PermissionError where no folder can be made.
     """
-    out = Path(out).expanduser().absolute()
+    out = _followed(out)
+    above = next(parent for parent in out.parents if parent.exists())
+    if not above.is_dir():
+        raise FileExistsError(f"output {out} would lie in {above}, which is a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(f"output {out}: nothing can be written in {above}")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"output {out} is a file, not a folder")
-    if out.is_dir() and any(out.iterdir()) and not (out / REPORT_NAME).is_file():
+    if os.path.ismount(out):
+        raise FileExistsError(f"output folder {out} is a mount point, which cannot be replaced: choose a folder in it")
+    if not out.is_dir() or not any(out.iterdir()):
+        return out
+    if not (out / REPORT_NAME).is_file():
         raise FileExistsError(f"output folder {out} holds something else (no {REPORT_NAME}); choose another or empty it")
-    if out.is_dir():
-        foreign = sorted(entry.name for entry in out.iterdir() if not _ours(entry))
-        if foreign:
-            raise FileExistsError(
-                f"output folder {out} holds {foreign[0]}, which qprecon did not write; choose another folder or move that file"
-            )
+    if foreign := _foreign(out):
+        names = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
+        those = "that file" if len(foreign) == 1 else "those files"
+        raise FileExistsError(
+            f"output folder {out} holds {names}, which no run of qprecon wrote; choose another folder or move {those}"
+        )
     return out
 
 
@@ -52,11 +68,37 @@ def check_writable(model: Any) -> None:
             raise ValueError(f"out: {name} of the model is no tensor but {type(value).__name__}, which safetensors cannot hold")
 
 
-def _ours(entry: Path) -> bool:
-    """Whether a file of an earlier run's folder is of a kind that a run, an evaluation or a report writes there."""
-    if entry.name == PROGRESS:  # of a run that was killed between giving the folder its name and tidying up
-        return True
-    return entry.is_file() and any(entry.match(pattern) for pattern in _OURS)
+def _followed(out: str | Path) -> Path:
+    path = Path(os.path.realpath(Path(out).expanduser()))
+    if any(part.is_symlink() for part in (path, *path.parents)):  # a ring is all that realpath leaves
+        raise FileExistsError(f"output {out} is a link that leads back to itself")
+    return path
+
+
+def _foreign(out: Path) -> list[str]:
+    """What lies in an earlier run's folder, at any depth, and was not written there by a run, an evaluation or a report."""
+    listed = _listed(out / REPORT_NAME)
+    written = _ADDED | (_KNOWN if listed is None else listed)
+    folders = {str(parent) for name in written for parent in Path(name).parents}
+    foreign = []
+    for entry in out.rglob("*"):
+        name = entry.relative_to(out)
+        if name.parts[0] == PROGRESS:  # of a run that was killed between giving the folder its name and tidying up
+            continue
+        own = name.as_posix() in written or (listed is None and _WEIGHTS.fullmatch(str(name)) is not None)
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        if not (str(name) in folders if is_folder else own):
+            foreign.append(str(name))
+    return sorted(foreign)
+
+
+def _listed(report: Path) -> frozenset[str] | None:
+    """The files that a report says were written with it; None where it says nothing."""
+    try:
+        files = json.loads(report.read_text(encoding="utf-8")).get("files")
+    except (ValueError, AttributeError):  # a damaged report
+        return None
+    return frozenset(map(str, files)) if isinstance(files, list) else None
 
 
 def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None) -> Path:
@@ -80,8 +122,8 @@ def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any 
 
 
 def partial_folder(out: str | Path) -> Path:
-    """Where a run that writes block by block keeps what it has, beside `out`."""
-    out = Path(out).expanduser().absolute()
+    """Where a run that writes block by block keeps what it has, beside `out` or what that links to."""
+    out = _followed(out)
     return out.parent / f".{out.name}.partial"
 
 
@@ -109,8 +151,10 @@ def complete_folder(
 def _explain(folder: Path, report: PruneReport, tokenizer: Any) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    report.save(folder / REPORT_NAME)
     (folder / "README.md").write_text(model_card(report), encoding="utf-8")
+    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}
+    report.save(folder / REPORT_NAME, files={*files, REPORT_NAME})
 
 
 def _put(partial: Path, out: Path) -> None:

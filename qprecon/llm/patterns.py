@@ -100,6 +100,17 @@ class Pattern:
             hint = _NM_HINT if self.is_nm else "for 1 percent write '1%', and to prune no layer of a kind use targets or ignore"
             raise ValueError(f"pattern '{self}' would leave no weight at all: {hint}")
 
+    def is_held_by(self, mask_NK: torch.Tensor) -> bool:
+        """Whether a bool mask (N, K) has at most the N of every M, or the share of zeros as nearly as whole weights allow.
+
+        An M that doesn't divide the inputs is held by no mask.
+        """
+        N, K = mask_NK.shape
+        if self.is_nm:
+            return N % self.of == 0 and bool((mask_NK.view(N // self.of, self.of, K).sum(1) <= self.kept).all())
+        # Selectors round down in each column, or in each row.
+        return abs(1 - int(mask_NK.sum()) / (N * K) - self.sparsity) <= 1 / min(N, K)
+
     def pruned_per_group(self, n: int) -> int:
         """floor(s * n), exact: the zeros among n weights that are compared with one another."""
         return math.floor(self.fraction * n)

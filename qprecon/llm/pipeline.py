@@ -77,7 +77,8 @@ def prune_model(
         calibration: windows of token numbers, (S, T) or a list, used as they are; or text, or one long tensor of
             tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
-            patterns to patterns (layers that match none stay dense). One of the two, not both.
+            patterns to patterns (layers that match none stay dense). One of the two, not both. Given masks must hold the
+            pattern, if one is named.
         allocation: "uniform" takes the sparsity for every block; "owl" a lower one for blocks with more outliers, the same on
             average (`qprecon.llm.allocation`; its options are lam and threshold).
         mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
@@ -85,7 +86,8 @@ def prune_model(
         backend, damping, tol, solve_options: as in `qprecon.solve`.
         targets, ignore: names, globs or `re:` expressions of layers to prune or to leave (see `qprecon.llm.targets`).
         propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
-        out: a folder for the pruned model and its report; absent, empty or written by qprecon before, which is then replaced.
+        out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
+            wrote there before, which is then replaced.
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
         dtype: of a model given by name, while it is pruned and in `out`; "auto" as stored. On a CPU "float32" can be much faster.
@@ -108,18 +110,22 @@ def prune_model(
     with clock("load"):
         progress_mode(progress)
         if out is not None:
-            check_output(out)
+            given, out = out, check_output(out)
+            if Path(given).expanduser().is_symlink():
+                notes.append(f"{given} is a link: the model is written to {out}")
         device = choose_device(device)
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
+        stated = pattern is not None or sparsity != _SPARSITY
         pattern = sparsity if pattern is None else pattern
         owl = owl_asked(allocation, allocation_options, pattern, mask)
-        settings |= {"pattern": _described(pattern), "device": str(device), "allocation_options": owl and owl.options}
+        described = _described(pattern) if stated or mask != "given" else "given"
+        settings |= {"pattern": described, "device": str(device), "allocation_options": owl and owl.options}
         found = find_model(model, tokenizer, out, dtype, mask, notes)
         plan = plan_layers(found.model, pattern, targets, ignore)
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
         check_method(method, plan, propagate, device)
-        method = with_given_masks(method, plan)
+        method = with_given_masks(method, plan, stated)
         if out is not None and found.shards is None:
             check_writable(found.model)
         samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
@@ -206,13 +212,17 @@ def _open_source(
         **_versions(),
         "model files": found.shards.identity,
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
-        "calibration": [digest(torch.cat(samples)), len(samples)],
+        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
+        "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
+        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "mask_options": digest(method.mask_options),
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
     source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, clock)
     notes += [f"{file} of the earlier run is damaged and is made again" for file in journal.damaged]
+    if source.compared:
+        notes.append("the model's files have other times than before: what had been read of them was compared and is the same")
     if source.finished:
         notes.append(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
     return source
@@ -230,7 +240,8 @@ def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.
     views = [layer.view for layers in plan.layers for layer in layers]
     if found.shards is None:
         return {view.name: view.weights_NK() != 0 for view in views}
-    return load_masks(out, names=[view.name for view in views])
+    stored = {view.name: view.stored_as for view in views}
+    return load_masks(out, names=list(stored), stored=stored)
 
 
 def _described(pattern: Any) -> Any:

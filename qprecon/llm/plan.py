@@ -167,23 +167,34 @@ def check_method(method: Method, plan: Plan, propagate: str, device: torch.devic
         _try_solve(method, device)
 
 
-def with_given_masks(method: Method, plan: Plan) -> Method:
+def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -> Method:
     """For mask "given": the method with its masks read once and checked against every layer of the plan.
 
-    Raises ValueError for a layer without a mask or with one of another shape, and where no masks are given.
+    Raises ValueError for a layer without a mask, with one of another shape or, if the pattern was stated, with one that does
+    not hold it; and where no masks are given.
     """
     if method.mask != "given":
         return method
     options = dict(method.mask_options)
     if "masks" not in options:
         raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
-    views = [layer.view for layers in plan.layers for layer in layers]
-    masks = load_masks(options.pop("masks"), names=[view.name for view in views], **options)
-    for view in views:
-        if tuple(masks[view.name].shape) != (view.n_inputs, view.n_outputs):
+    if unknown := set(options) - {"masks", "orientation"}:
+        raise ValueError(f"mask 'given' has no option {min(unknown)!r}; its options are masks, orientation")
+    layers = [layer for layers in plan.layers for layer in layers]
+    stored = {layer.view.name: layer.view.stored_as for layer in layers}
+    masks = load_masks(options.pop("masks"), names=list(stored), stored=stored, **options)
+    for layer in layers:
+        view, mask_NK = layer.view, masks[layer.view.name]
+        if tuple(mask_NK.shape) != (view.n_inputs, view.n_outputs):
             raise ValueError(
-                f"layer {view.name!r}: the given mask has shape {tuple(masks[view.name].shape)}, the layer "
+                f"layer {view.name!r}: the given mask has shape {tuple(mask_NK.shape)}, the layer "
                 f"{view.n_inputs} inputs and {view.n_outputs} outputs"
+            )
+        if pattern_stated and not layer.pattern.is_held_by(mask_NK):
+            zeros = 1 - int(mask_NK.sum()) / mask_NK.numel()
+            raise ValueError(
+                f"layer {view.name!r}: the given mask, {zeros:.2%} zeros, is not {layer.pattern}; "
+                "leave pattern and sparsity out to take the masks as they are"
             )
     return replace(method, mask_options={"masks": masks})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,15 +84,17 @@ class PruneReport:
         """How many columns kept their start."""
         return sum(row.fallbacks or 0 for row in self.layers)
 
-    def to_json(self) -> str:
-        """The report as JSON text; numbers that JSON lacks (infinities) become null."""
+    def to_json(self, files: Collection[str] | None = None) -> str:
+        """The report as JSON text; numbers that JSON lacks (infinities) become null. `files`: what was written with it."""
         data = {"format": 1, **dataclasses.asdict(self), "largest_gap": self.largest_gap, "fallbacks": self.fallbacks}
+        if files is not None:
+            data["files"] = sorted(files)
         return json.dumps(_plain(data), indent=1, allow_nan=False)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the JSON to `path`."""
+    def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
+        """Write the JSON to `path`; `files` as in `to_json`."""
         path = Path(path)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        path.write_text(self.to_json(files) + "\n", encoding="utf-8")
         return path
 
     def summary(self) -> str:

@@ -19,7 +19,7 @@ from qprecon.llm.blocks import Block, check_weights
 from qprecon.llm.capture import BlockInputs, capture_inputs, firsts
 from qprecon.llm.checkpoint import Shards, stored_names
 from qprecon.llm.clock import Clock
-from qprecon.llm.journal import Journal
+from qprecon.llm.journal import Journal, tensor_checksum
 from qprecon.llm.memory import fetched
 from qprecon.llm.plan import windows_together
 from qprecon.llm.report import LayerRow
@@ -101,8 +101,39 @@ class DiskBlocks:
         entries = [journal.entry(_key(index)) for index in range(len(blocks))]
         self.finished = next((index for index, entry in enumerate(entries) if entry is None), len(blocks))
         self.rows = tuple(LayerRow(**row) for entry in entries[: self.finished] for row in entry["rows"])
+        self.sums: dict[str, int] = {}  # stored name -> checksum, of what was read of the model
+        self.compared = False  # whether what an earlier run read was compared with the files, as their times are others
+        try:
+            self._check_files()
+        except BaseException:
+            self.stop()
+            raise
         if journal.entry(_OUTSIDE) is None:
             self.behind.append(self.writer.submit(self._copy, None))
+
+    def _check_files(self) -> None:
+        """Files with other times than those that finished blocks were read from must hold the same weights for them.
+
+        The sampled hash of the fingerprint cannot tell, and reading all finished blocks again is slow, so it is done only then.
+        ValueError, naming a tensor, where one differs.
+        """
+        if self.journal.read(_TIMES) == self.shards.modified:
+            return
+        entries = self.entries()
+        changed = next((name for entry in entries if entry for name in self._changed(entry)), None)
+        if changed is None and self.finished and entries[0] is None:  # damaged, and with it what was known
+            changed = "what is outside the blocks"
+        if changed is not None:
+            raise ValueError(
+                f"an unfinished run in {self.journal.folder} cannot be continued: the model's files were written anew, and "
+                f"{changed} is not known to be what it was. Start over with resume=False (--no-resume)"
+            )
+        self.compared = any(entries)
+        self.journal.write(_TIMES, self.shards.modified)
+
+    def _changed(self, entry: dict) -> Iterator[str]:
+        known = entry.get("source", {})
+        return (name for name in entry["names"] if known.get(name) != tensor_checksum(self.shards.read([name])[name]))
 
     def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
         """As `capture_inputs`; the embeddings are on the device meanwhile, and the first block of each class, which is probed."""
@@ -170,7 +201,7 @@ class DiskBlocks:
         return sum(entry["zeros"] for entry in entries), sum(entry["parameters"] for entry in entries)
 
     def entries(self) -> list[dict]:
-        """What the journal has of every shard."""
+        """What the journal has of every shard, None where one is not finished."""
         return [self.journal.entry(key) for key in (_OUTSIDE, *(_key(index) for index in range(len(self.blocks))))]
 
     def _names(self, index: int | None) -> list[str]:
@@ -190,7 +221,8 @@ class DiskBlocks:
         return self._load(index, dense)
 
     def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
-        entry = None if dense else self.journal.entry(_key(index))
+        # A block after one that is missing may have been written too; it is pruned again, from the model's own weights.
+        entry = None if dense or index >= self.finished else self.journal.entry(_key(index))
         shards = self.shards
         if entry is not None:
             shards = Shards(self.journal.folder, dict.fromkeys(entry["names"], entry["file"]), {}, {}, {})
@@ -206,6 +238,8 @@ class DiskBlocks:
         """
         names = list(names)
         tensors = shards.read({self.stored[name] for name in names})
+        if shards is self.shards:
+            self.sums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
         if pinned:
             tensors = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in tensors.items()}
         moved = {key: tensor.to(device, self.dtypes[key], copy=not pinned) for key, tensor in tensors.items()}
@@ -224,7 +258,8 @@ class DiskBlocks:
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         number, last = 1 if index is None else index + 2, len(self.blocks) + 1
         parameters = sum(tensor.numel() for tensor in counted)
-        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows]}
+        sums = {name: self.sums[name] for name in own}
+        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
         key = _OUTSIDE if index is None else _key(index)
         self.journal.write_shard(key, f"model-{number:05d}-of-{last:05d}.safetensors", own, facts)
 
@@ -233,7 +268,7 @@ class DiskBlocks:
             self.behind.pop(0).result()
 
 
-_OUTSIDE = "outside"
+_OUTSIDE, _TIMES = "outside", "model_times.json"
 
 
 def _key(index: int) -> str:

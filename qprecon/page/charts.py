@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from .escaping import escape
 
 WIDTH, HEIGHT = 720, 280
 LEFT, RIGHT, TOP, BOTTOM = 68, 12, 16, 46
@@ -140,8 +141,8 @@ def _blocks(names: Sequence[str], xs: Sequence[float]) -> str:
     """The blocks' numbers under the layers, as many as there is room for."""
     starts: list[tuple[str, float]] = []
     for name, x in zip(names, xs, strict=True):
-        found = re.search(r"\.(\d+)(?:\.|$)", name)
-        number = found[1] if found else name
+        found = re.search(r"\.(\d+)(?:\.|$)", str(name))
+        number = found[1] if found else str(name)
         if not starts or starts[-1][0] != number:
             starts.append((number, x))
     every = max(1, math.ceil(len(starts) / 16))

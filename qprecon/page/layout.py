@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from .charts import Series, bars, layer_chart
+from .escaping import escape
 from .runs import Run
 from .style import STYLE
 from .tables import comparison, evaluation, facts, layer_table
@@ -65,12 +65,13 @@ def _lead(run: Run) -> str:
         "adam": "the kept weights were rebuilt with Adam",
     }.get(s["update"], f"update: {s['update']}")
     pattern = s["pattern"] if isinstance(s["pattern"], str) else "patterns by layer"
-    return (
-        f"<p>{len(run.layers)} linear layers of <b>{escape(str(s.get('model', 'a model')))}</b> were pruned to "
-        f"{escape(pattern)} with {escape(s['mask'])} masks; {escape(update)}. Calibration: {s['nsamples']} windows of "
-        f"{s['seqlen']} tokens, seed {s['seed']}, damping {s['damping']}. The weights are stored dense: these zeros make the "
-        "file no smaller and, without kernels made for them, the model no faster.</p>"
+    reached = "" if pattern == "given" else f" to {pattern}"
+    text = (
+        f"were pruned{reached} with {s['mask']} masks; {update}. Calibration: {s['nsamples']} windows of {s['seqlen']} tokens, "
+        f"seed {s['seed']}, damping {s['damping']}. The weights are stored dense: these zeros make the file no smaller and, "
+        "without kernels made for them, the model no faster."
     )
+    return f"<p>{len(run.layers)} linear layers of <b>{escape(s.get('model', 'a model'))}</b> {escape(text)}</p>"
 
 
 def _warnings(run: Run) -> str:

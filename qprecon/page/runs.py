@@ -66,8 +66,24 @@ def _read(folder: Path, name: str) -> Run:
     if report.get("format") != 1 or not report.get("layers"):
         raise ValueError(f"{path} is of another format than this version of qprecon writes")
     evaluation = _json(folder / EVALUATION_NAME) if (folder / EVALUATION_NAME).is_file() else {}
+    totals = {key: report[key] for key in _TOTALS} | {"tol": report["settings"]["tol"]}
+    for row in (totals, report["phase_seconds"], *report["layers"]):
+        _check_numbers(path, row)
+    for row in (*evaluation.get("perplexity", []), *evaluation.get("tasks", [])):
+        _check_numbers(folder / EVALUATION_NAME, row)
     recipe = folder / RECIPE_NAME
     return Run(name, report, evaluation, recipe.read_text(encoding="utf-8") if recipe.is_file() else "")
+
+
+# Of the two files' rows; everything else in a row is a number.
+_TEXTS = {"name", "pattern", "note", "backend", "text", "bos", "task", "source"}
+_TOTALS = ("sparsity", "model_sparsity", "largest_gap", "fallbacks")
+
+
+def _check_numbers(path: Path, row: dict[str, Any]) -> None:
+    for field, value in row.items():
+        if field not in _TEXTS and value is not None and not isinstance(value, int | float):
+            raise ValueError(f"{path}: {field} is {value!r}, which is no number")
 
 
 def _json(path: Path) -> dict[str, Any]:

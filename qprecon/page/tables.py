@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
+from .escaping import escape
 from .runs import Run
 
 _SIX = ("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
@@ -73,10 +73,10 @@ def layer_table(run: Run) -> str:
     return f"<details><summary>All {len(rows)} layers</summary>{_table(head, rows, words=1)}</details>"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int, style: str = "") -> str:
+def _table(head: Sequence[Any], rows: Iterable[Sequence[Any]], words: int, style: str = "") -> str:
     """The first `words` columns hold words, the others numbers."""
 
-    def line(tag: str, cells: Sequence[str]) -> str:
+    def line(tag: str, cells: Sequence[Any]) -> str:
         made = (f"<{tag}{'' if i < words else ' class=n'}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells))
         return f"<tr>{''.join(made)}</tr>"
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 from qprecon import cli
@@ -42,6 +43,40 @@ def test_a_model_that_is_never_in_memory_has_the_same_masks(tmp_path, family):
     prune_model(model, tokens(2), out=tmp_path / "memory", update="none", progress=False, save_masks=True)
     streamed, expected = load_masks(tmp_path / "out" / MASKS_NAME), load_masks(tmp_path / "memory" / MASKS_NAME)
     assert list(streamed) == list(expected) and all(torch.equal(streamed[name], expected[name]) for name in expected)
+
+
+_EXPERTS = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=24, num_hidden_layers=2, max_position_embeddings=64, num_local_experts=4,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+# Their folders hold experts as 3-D tensors: (E, N, K) under its own name, and (E, K, N) under ".weight".
+STORED_EXPERTS = {
+    "llama4": lambda: tf.Llama4ForCausalLM(tf.Llama4TextConfig(
+        **_EXPERTS, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=40, interleave_moe_layer_step=1,
+    )),
+    "jetmoe": lambda: tf.JetMoeForCausalLM(tf.JetMoeConfig(
+        **_EXPERTS, num_key_value_heads=2, kv_channels=8, num_experts_per_tok=2,
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", STORED_EXPERTS)
+def test_masks_of_experts_that_are_stored_together(tmp_path, family):
+    torch.manual_seed(0)
+    STORED_EXPERTS[family]().save_pretrained(tmp_path / "dense")
+    common = dict(update="none", progress=False, device="cpu")
+    report = prune_model(tmp_path / "dense", tokens(2), out=tmp_path / "out", save_masks=True, sparsity=0.3, **common)
+    assert report.settings["streamed"] and any(".experts.3." in row.name or ".3.weight" in row.name for row in report.layers)
+    masks = load_masks(tmp_path / "out" / MASKS_NAME, names=[row.name for row in report.layers])
+    assert {name: int((~mask).sum()) for name, mask in masks.items()} == {row.name: row.zeros for row in report.layers}
+    expected = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for masks in (tmp_path / "out" / MASKS_NAME, tmp_path / "out"):  # the zeros of the checkpoint too
+        again = prune_model(
+            tmp_path / "dense", tokens(2), out=tmp_path / "again", mask="given", mask_options={"masks": masks}, **common
+        )
+        assert [row.zeros for row in again.layers] == [row.zeros for row in report.layers]
+        found = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_masks_are_written_only_where_asked_for(tmp_path):

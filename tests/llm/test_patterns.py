@@ -141,3 +141,13 @@ def test_the_same_on_a_gpu(pattern, group):
     score = torch.randint(50, (512, 96), generator=torch.Generator().manual_seed(0)).float()
     pattern = Pattern.parse(pattern)
     assert torch.equal(select_mask(score.cuda(), pattern, group).cpu(), select_mask(score, pattern, group))
+
+
+@pytest.mark.parametrize(
+    "pattern, group", [("50%", "output"), ("30%", "input"), ("33.3%", "layer"), ("2:4", "output"), ("1:4", "output")]
+)
+def test_a_pattern_is_held_by_its_own_masks_and_not_by_denser_ones(pattern, group):
+    mask = select_mask(torch.rand(24, 20, generator=torch.Generator().manual_seed(0)), Pattern.parse(pattern), group)
+    assert Pattern.parse(pattern).is_held_by(mask)
+    assert not Pattern.parse(pattern).is_held_by(mask | (torch.arange(20) < 5))
+    assert not Pattern.parse("3:5").is_held_by(mask)

@@ -298,6 +298,7 @@ class Untouched:
         (dict(mask_options={"grouping": 1}), ValueError, "mask 'wanda'.*grouping"),
         (dict(mask_options={"group": "rows"}), ValueError, "group must be one of"),
         (dict(mask="given"), ValueError, "mask 'given' needs mask_options"),
+        (dict(mask="given", mask_options={"masks": {}, "stored": {}}), ValueError, "mask 'given' has no option 'stored'"),
         (dict(mask="given", mask_options={"masks": {Q0: torch.ones(32, 32)}}), ValueError, "no mask is given for layer"),
         (dict(mask="proxsparse"), ValueError, "mask 'proxsparse' makes 2:4 only, not 50%"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"lamda": 1}), ValueError, "mask 'proxsparse'.*lamda"),
@@ -410,3 +411,26 @@ def test_the_word_comes_before_the_work_and_stands_in_the_report(monkeypatch, ca
         assert sum("--dtype float32" in warning for warning in report.warnings) == 1
         assert sum(line.startswith("note: the weights are bfloat16") for line in capsys.readouterr().err.splitlines()) == said
     assert prune_model(build("llama"), tokens(2), progress=False, **common).warnings == ()
+
+
+@pytest.mark.parametrize("arguments, named", [
+    ({"pattern": "2:4"}, "2:4"), ({"sparsity": 0.7}, "70%"), ({"pattern": {Q0: "1:4"}}, "1:4"),
+])  # fmt: skip
+def test_given_masks_that_do_not_hold_a_stated_pattern(arguments, named):
+    masks = {Q0: torch.arange(32 * 32).reshape(32, 32) % 4 > 0}
+    expected = f"q_proj': the given mask, 25.00% zeros, is not {named}; leave pattern and sparsity out"
+    with pytest.raises(ValueError, match=expected):
+        prune_model(
+            build("llama"), Untouched(), mask="given", mask_options={"masks": masks}, targets=Q0, progress=False, **arguments
+        )
+
+
+@pytest.mark.parametrize("arguments, stated", [({}, "given"), ({"pattern": "2:4"}, "2:4"), ({"pattern": "50%"}, "50%")])
+def test_a_pattern_is_stated_of_given_masks_only_where_they_hold_it(arguments, stated, tmp_path):
+    masks = {Q0: torch.tensor([True, False, False, True]).repeat(8).unsqueeze(1).expand(32, 32)}
+    report = prune_model(
+        build("llama"), torch.ones(2, 8, dtype=torch.long), mask="given", mask_options={"masks": masks}, targets=Q0,
+        update="none", out=tmp_path / "out", progress=False, **arguments,
+    )  # fmt: skip
+    assert report.settings["pattern"] == stated
+    assert f"- Pattern: {stated}; masks: given;" in (tmp_path / "out" / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qprecon.llm import journal, output, pipeline, prune_model, sources
+from qprecon.llm import checkpoint, journal, output, pipeline, prune_model, sources
 from qprecon.llm.checkpoint import NotStreamable, open_shards, skeleton
 from qprecon.llm.loading import load_causal_lm
 
@@ -212,7 +213,7 @@ def test_another_model_or_calibration_is_refused(tmp_path, monkeypatch):
 
 def test_a_full_disk_loses_no_finished_block(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
-    prune(folder, tmp_path / "whole")
+    whole = prune(folder, tmp_path / "whole")
     with monkeypatch.context() as patch:
         write = journal.Journal.write_shard
 
@@ -226,6 +227,7 @@ def test_a_full_disk_loses_no_finished_block(tmp_path, monkeypatch):
             prune(folder, tmp_path / "out")
     report = prune(folder, tmp_path / "out")
     assert "continued after 1 of 3" in report.warnings[0]
+    assert [row.error_masked for row in report.layers] == [row.error_masked for row in whole.layers]
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
 
@@ -327,6 +329,89 @@ def test_other_weights_of_the_same_shapes_are_another_model(tmp_path, monkeypatc
     model.save_pretrained(folder)
     with pytest.raises(ValueError, match="model files: model.safetensors was"):
         prune(folder, tmp_path / "out")
+
+
+def changed_between_samples(folder, name):
+    """Change a tensor's bytes where the fingerprint's samples see nothing of it."""
+    path = folder / "model.safetensors"
+    before, content = checkpoint.read_header(path), bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    start, end = before[2][name]["data_offsets"]
+    body = len(content) - 8 - length
+    seen = [body * part // checkpoint._SAMPLES for part in range(checkpoint._SAMPLES)]
+    hidden = [i for i in range(start, end) if not any(at <= i < at + checkpoint._SAMPLE_BYTES for at in seen)]
+    assert hidden
+    for i in hidden:
+        content[8 + length + i] ^= 1
+    path.write_bytes(content)
+    assert checkpoint.read_header(path) == before
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"])
+def test_weights_that_no_sample_shows_to_be_others(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SAMPLE_BYTES", 16)
+    folder = saved(tmp_path / "dense")
+    interrupted(folder, tmp_path / "out", monkeypatch)
+    changed_between_samples(folder, name)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"files were written anew, and {name} is not known to be what it was"):
+            prune(folder, tmp_path / "out")
+    prune(folder, tmp_path / "out", resume=False)
+
+
+def test_what_is_not_read_yet_may_be_others_and_counts_from_then_on(tmp_path, monkeypatch):
+    """As if the whole run had seen the files that are there now; with the first ones it goes no further."""
+    monkeypatch.setattr(checkpoint, "_SAMPLE_BYTES", 16)
+    folder, path, out = saved(tmp_path / "dense"), tmp_path / "dense" / "model.safetensors", tmp_path / "out"
+    first, times = path.read_bytes(), path.stat()
+    interrupted(folder, out, monkeypatch)
+    changed_between_samples(folder, "model.layers.1.mlp.down_proj.weight")
+    second = path.read_bytes()
+    for _ in stopped_after(monkeypatch, 2):
+        with pytest.raises(Stop):
+            prune(folder, out)
+    path.write_bytes(first)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is not known"):
+        prune(folder, out)
+    path.write_bytes(second)
+    assert "continued after 2 of 3 blocks" in " ".join(prune(folder, out).warnings)
+    prune(folder, tmp_path / "whole")
+    assert same(weights(out), weights(tmp_path / "whole"))
+
+
+def test_a_copy_of_the_model_goes_on(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense", max_shard_size="40KB")
+    interrupted(folder, tmp_path / "out", monkeypatch)
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    notes = " ".join(prune(tmp_path / "copy", tmp_path / "out").warnings)
+    assert "was compared and is the same" in notes and "continued after 1 of 3 blocks" in notes
+
+
+def test_a_copy_is_not_known_to_be_the_same_where_nothing_tells(tmp_path, monkeypatch):
+    """The shard outside the blocks is damaged, and with it the checksums; or OWL has read every block."""
+    folder = saved(tmp_path / "dense")
+    partial = interrupted(folder, tmp_path / "out", monkeypatch)
+    (partial / "model-00001-of-00004.safetensors").write_bytes(b"")
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    with pytest.raises(ValueError, match="what is outside the blocks is not known"):
+        prune(folder, tmp_path / "out")
+    owl = {"allocation": "owl", "resume": False}
+    for _ in stopped_after(monkeypatch, 1):
+        with pytest.raises(Stop):
+            prune(folder, tmp_path / "out", **owl)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    with pytest.raises(ValueError, match="times of model files: model.safetensors was 0, is 1"):
+        prune(folder, tmp_path / "out", allocation="owl")
+
+
+def test_windows_cut_elsewhere_are_other_calibration(tmp_path, monkeypatch):
+    folder, text = saved(tmp_path / "dense"), tokens(1, 40)[0]
+    for _ in stopped_after(monkeypatch, 1):
+        with pytest.raises(Stop):
+            prune_model(folder, [text[:30], text[30:]], out=tmp_path / "out", progress=False)
+    with pytest.raises(ValueError, match="calibration was"):
+        prune_model(folder, [text[:10], text[10:]], out=tmp_path / "out", progress=False)
 
 
 @pytest.mark.parametrize("damage", ["overwrite", "truncate", "remove"])

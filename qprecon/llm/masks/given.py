@@ -5,9 +5,11 @@
 | dict: layer name -> array or tensor | (N inputs, K outputs), this package's own |
 | `.npz`, `.safetensors`: one array a layer | (K, N), that of `torch.nn.Linear.weight` |
 | `masks.npz` of `prune_model(save_masks=True)`: packed bits | (K, N) |
-| a folder with `*.safetensors`: kept are the weights that aren't 0 | (K, N), but (N, K) for Conv1D models (GPT-2) |
+| a folder with `*.safetensors`: kept are the weights that aren't 0 | the model's own |
 
-`orientation="NK"` or "KN" overrides this. A square layer fits both ways and can't be checked, so say it if in doubt.
+The model's own orientation is what `prune_model` says it is; without it (K, N), but (N, K) for Conv1D models (GPT-2).
+A folder's 3-D tensors hold an expert's layer in each slice: slice 2 of `a.experts.up_proj` is the layer `a.experts.2.up_proj`.
+`orientation="NK"` or "KN" overrides the table's. A square layer fits both ways and can't be checked, so say it if in doubt.
 Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = kept.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +41,7 @@ def select(
     """
     if not isinstance(masks, Mapping):
         masks = load_masks(masks, names=[layer.name])
-    key = next((key for key in (layer.name, layer.name + ".weight") if key in masks), None)
+    key = next((key for key in (layer.name, layer.name + ".weight", _bare(layer.name)) if key in masks), None)
     if key is None:
         raise ValueError(f"no mask is given for layer {layer.name!r}; there are {_listed(masks)}")
     mask_NK = _as_bool(masks[key], layer.name)
@@ -57,24 +60,27 @@ def load_masks(
     *,
     orientation: str | None = None,
     names: Collection[str] | None = None,
+    stored: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read masks as name -> bool (N, K), True = kept, on the CPU. See the module's table for sources.
 
     orientation: "NK" or "KN" of the source, the table's by default. names: read these layers only, all by default; a
-    checkpoint's embeddings and head are read too otherwise. ValueError, naming the layer: not two-dimensional, not
-    0/1, a name that isn't there. FileNotFoundError: no such file, or a folder without safetensors.
+    checkpoint's embeddings and head are read too otherwise, and its 3-D tensors are not. stored: layer -> the orientation
+    in which its model's folder holds it. ValueError, naming the layer: not two-dimensional, not 0/1, a name that isn't
+    there. FileNotFoundError: no such file, or a folder without safetensors.
     """
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {orientation!r}")
-    found, default = _open(source)
-    by_name = {key.removesuffix(".weight"): (key, read) for key, read in found}
-    missing = [name for name in names or () if name not in by_name]
+    found, default = _open(source, experts=names is not None)
+    by_name = {_bare(key): read for key, read in found}
+    missing = [name for name in names or () if _bare(name) not in by_name]
     if missing:
         raise ValueError(f"no mask is given for layer {missing[0]!r}; there are {_listed(by_name)}")
     masks = {}
     for name in by_name if names is None else names:
-        mask = _as_bool(by_name[name][1](), name)
-        masks[name] = mask if (orientation or default) == "NK" else mask.T.contiguous()
+        mask = _as_bool(by_name[_bare(name)](), name)
+        own = stored.get(name, default) if stored and _is_folder(source) else default
+        masks[name] = mask if (orientation or own) == "NK" else mask.T.contiguous()
     if not masks:
         raise ValueError(f"{source}: no masks found")
     return masks
@@ -83,13 +89,21 @@ def load_masks(
 Entries = list[tuple[str, Callable[[], object]]]
 
 
-def _open(source: Mapping[str, object] | str | Path) -> tuple[Entries, str]:
+def _bare(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _is_folder(source: Mapping[str, object] | str | Path) -> bool:
+    return not isinstance(source, Mapping) and Path(source).is_dir()
+
+
+def _open(source: Mapping[str, object] | str | Path, experts: bool) -> tuple[Entries, str]:
     """What a source holds, as (key, function that reads it), and its default orientation."""
     if isinstance(source, Mapping):
         return [(key, lambda value=value: value) for key, value in source.items()], "NK"
     path = Path(source)
     if path.is_dir():
-        return list(_checkpoint(path)), _checkpoint_orientation(path)
+        return list(_checkpoint(path, experts)), _checkpoint_orientation(path)
     if not path.exists():
         raise FileNotFoundError(f"no masks at {path}")
     if path.suffix == ".npz":
@@ -117,7 +131,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]
         yield key, lambda key=key: read(key)
 
 
-def _checkpoint(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no .safetensors file to take the zeros of")
@@ -125,10 +139,21 @@ def _checkpoint(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]
 
     for path in files:
         with safe_open(path, framework="pt") as file:
-            matrices = {key for key in file.keys() if len(file.get_slice(key).get_shape()) == 2}
-        for key, read in _safetensors(path):
-            if key in matrices:
-                yield key, lambda read=read: read() != 0
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}
+        for key, shape in shapes.items():
+            if len(shape) == 2:
+                yield key, partial(_nonzeros, path, key)
+            elif len(shape) == 3 and experts:
+                head, _, own = key.rpartition(".")
+                for expert in range(shape[0]):
+                    yield f"{head}.{expert}.{own}", partial(_nonzeros, path, key, expert)
+
+
+def _nonzeros(path: Path, key: str, expert: int | None = None) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return (file.get_tensor(key) if expert is None else file.get_slice(key)[expert]) != 0
 
 
 def _checkpoint_orientation(folder: Path) -> str:
