@@ -223,10 +223,13 @@ class _Accumulator:
     def begin_sample(self, shape: torch.Size) -> None:
         self.shape, self.order = shape, []
 
+    @torch.inference_mode(False)  # a model may enter that mode in parts of a block; H is changed outside of it too
     def observe(self, view: LinearView, x: torch.Tensor) -> None:
         if x.numel() == 0:
             return
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        # Changes of an inference tensor are not counted, so it is never taken for one seen before.
+        version = object() if x.is_inference() else x._version
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, version)
         self.calls.setdefault(view.name, []).append(key)
         gram = self.grams.get(view.name)
         if gram is None:

@@ -62,8 +62,13 @@ def plan_layers(
     layer is its own, and layers that none matches stay dense. `targets` limits the layers, `ignore` takes some out.
 
     Raises ValueError for a layer pattern that matches nothing, a pattern that keeps no weight, an N:M pattern that does not
-    divide a layer's inputs (the layer is named), and where no layer is left.
+    divide a layer's inputs (the layer is named), a model made in inference mode, and where no layer is left.
     """
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            "the model's parameters are inference tensors, which cannot be changed in place: build or load it outside "
+            "torch.inference_mode()"
+        )
     blocks = find_blocks(model)
     targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
     patterns: Pattern | dict[str, Pattern]
@@ -210,6 +215,7 @@ def calibration_samples(
         raise ValueError("calibration: no windows of tokens, or an empty one")
     if any(window.is_floating_point() or window.dtype == torch.bool for window in windows):
         raise TypeError("calibration: token windows must be integer tensors")
+    windows = [window.clone() if window.is_inference() else window for window in windows]  # those no gradient can pass
     windows = [window.to(torch.int64) for window in windows]
     check_windows(model, windows)
     return windows

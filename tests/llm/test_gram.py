@@ -99,6 +99,15 @@ def test_layers_that_are_called_a_varying_number_of_times(lengths, moody, tokens
     assert (grams.tokens(first), grams.tokens(second)) == (sum(lengths), tokens_seen)
 
 
+def test_a_part_of_a_block_in_inference_mode():
+    _, block, views, inputs = prepared("llama")
+    expected = collect_grams(block.module, views, inputs, 0)
+    block.module.mlp.forward = torch.inference_mode()(block.module.mlp.forward)
+    grams = collect_grams(block.module, views, inputs, 0)
+    assert all(torch.equal(grams.hessian(view), expected.hessian(view)) for view in views)
+    assert not any(grams.hessian(view).is_inference() for view in views)
+
+
 @fused_only
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 def test_each_expert_of_a_fused_parameter(family):
