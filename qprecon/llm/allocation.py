@@ -102,6 +102,7 @@ def owl_plan(
     return replace(plan, layers=tuple(tuple(replace(l, pattern=_pattern(1 - kept[i])) for l in layers) for i, layers in layers_of))
 
 
+@torch.inference_mode(False)
 def owl_patterns(
     model: nn.Module,
     calibration: Any,

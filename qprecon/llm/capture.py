@@ -2,12 +2,13 @@
 
 While recording, a block's forward returns its input, so the model prepares masks, position embeddings and whatever
 else its blocks are given (each block its own: Gemma 3 alternates between two of each), and nothing is spent on blocks.
+Before that, eight tokens tell what classes of blocks return and whether the model's blocks can be replayed at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.blocks import Block
+from qprecon.llm.blocks import Block, no_other_stack
 from qprecon.llm.memory import choose_store, stored
+from qprecon.llm.replay import Call, FromBlock, ReplayCheck, Turns, Unknown, marked, run_block, same_tensor, split_call, unknown
 
 _PROBE_TOKENS = 8
 _SCALARS = (bool, int, float, str)
@@ -28,7 +30,8 @@ class BlockInputs:
 
     `hidden[s]` is the input of sample s, (B, T, D) in the model's dtype, on the store device (pinned if that is the host's memory
     and blocks run on a GPU); at first that of block 0. `calls[b][s]` are the other arguments of block b; what is equal between
-    samples is one object. `names[s]` says which windows sample s holds.
+    samples is one object. `names[s]` says which windows sample s holds. `borrowing`: a block was given what another returned
+    beside its hidden state, and fails if it uses that.
     """
 
     hidden: list[torch.Tensor]
@@ -36,6 +39,7 @@ class BlockInputs:
     device: torch.device
     store: torch.device = field(default_factory=lambda: torch.device("cpu"))
     names: list[str] = field(default_factory=list)
+    borrowing: bool = False
     advanced: dict[int, int] = field(default_factory=dict)  # sample -> the last block that it went through
 
     @property
@@ -67,24 +71,6 @@ class BlockInputs:
         return True
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of one call of a block beside the hidden state; `keyword` names it where it was not positional."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    keyword: str | None
-
-
-def run_block(block: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
-    """`block` on `hidden` with the captured arguments; the hidden state that it returns."""
-    if call.keyword is None:
-        output = block(hidden, *call.args, **call.kwargs)
-    else:
-        output = block(*call.args, **{call.keyword: hidden}, **call.kwargs)
-    return output if isinstance(output, torch.Tensor) else output[0]
-
-
 def capture_inputs(
     model: nn.Module,
     blocks: Sequence[Block],
@@ -101,6 +87,9 @@ def capture_inputs(
 
     Arguments of blocks go to `device`, where the blocks will run, the model's own unless given; hidden states are kept on
     `store`, by default wherever `choose_store` says. The model is left as it was found, also after an exception.
+
+    Raises ValueError, naming the block or the list of blocks, for a model that cannot be replayed block by block. Where all
+    blocks are loaded, a replay of eight tokens is compared with the model's own pass as well.
     """
     device = torch.device(device or next(model.parameters()).device)
     decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
@@ -120,17 +109,31 @@ def _captured(
     """`capture_inputs` with the decoder where it is."""
     home = next(decoder.parameters()).device
     store = None if store in (None, "auto") else torch.device(store)
-    recorder = _Recorder(blocks, device, store, sum(sample.numel() for sample in samples))
+    recorder = _Recorder(decoder, blocks, device, store, sum(sample.numel() for sample in samples))
     batches, names = _batched([sample.reshape(1, -1) for sample in samples], batch)
+    short = batches[0][:1, :_PROBE_TOKENS].to(home)
     with evaluation_mode(decoder), torch.no_grad():
-        with _replaced_forwards(blocks, recorder.probe):
-            decoder(input_ids=batches[0][:, :_PROBE_TOKENS].to(home), use_cache=False)
+        with _replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
+            decoder(input_ids=short, use_cache=False)
+        if not any(parameter.is_meta for block in blocks for parameter in block.module.parameters()):
+            _check_replay(decoder, blocks, short, recorder.containers)
         with _replaced_forwards(blocks, recorder.record):
             for numbers in batches:
-                recorder.begin_sample()
-                decoder(input_ids=numbers.to(home), use_cache=False)
+                with recorder.sample():
+                    decoder(input_ids=numbers.to(home), use_cache=False)
                 on_sample()
-    return BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, names)
+    return BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, names, recorder.borrowing)
+
+
+def _check_replay(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tensor, containers: dict) -> None:
+    """ValueError where a replay of the few tokens `short`, (1, T), is not what the model computes for them."""
+    recorder = _Recorder(decoder, blocks, short.device, short.device, short.numel())
+    recorder.containers = containers
+    with _replaced_forwards(blocks, recorder.record), recorder.sample():
+        decoder(input_ids=short, use_cache=False)
+    check = ReplayCheck(blocks, [calls[0] for calls in recorder.calls], recorder.model, _placed)
+    with _replaced_forwards(blocks, check.forward):
+        decoder(input_ids=short, use_cache=False)
 
 
 def firsts(blocks: Sequence[Block]) -> list[int]:
@@ -138,19 +141,22 @@ def firsts(blocks: Sequence[Block]) -> list[int]:
     return list({type(block.module): index for index, block in reversed(list(enumerate(blocks)))}.values())
 
 
-@contextmanager
-def _moved(decoder: nn.Module, blocks: Sequence[Block], device: torch.device) -> Iterator[None]:
+def _moved(decoder: nn.Module, blocks: Sequence[Block], device: torch.device) -> AbstractContextManager[None]:
     """While open, what lies outside the blocks and the first block of each class are on the device; then the same tensors again.
 
     A host's processor takes seconds for the embeddings and the last norm of all windows.
     """
     probed = set(firsts(blocks))
     away = {id(m) for index, block in enumerate(blocks) if index not in probed for m in block.module.modules()}
+    return _placed((module for module in decoder.modules() if id(module) not in away), device)
+
+
+@contextmanager
+def _placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """While open, what each of the modules holds itself is on the device; then the same tensors again."""
     before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:
-        for module in decoder.modules():
-            if id(module) in away:
-                continue
+        for module in modules:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.device != device and not tensor.is_meta and id(tensor) not in before:
                     before[id(tensor)] = tensor, tensor.data
@@ -211,27 +217,38 @@ def _bind(replacement: Callable, index: int, original: Callable) -> Callable:
 class _Recorder:
     """Stands in for the blocks' forward functions."""
 
-    def __init__(self, blocks: Sequence[Block], device: torch.device, store: torch.device | None, tokens: int):
+    def __init__(
+        self, decoder: nn.Module, blocks: Sequence[Block], device: torch.device, store: torch.device | None, tokens: int
+    ):
+        self.model, self.blocks = type(decoder).__name__, blocks
         self.classes = [type(block.module) for block in blocks]
         self.containers: dict[type, tuple | None] = {}
         self.device, self.store, self.tokens = device, store, tokens
         self.hidden: list[torch.Tensor] = []
         self.calls: list[list[Call]] = [[] for _ in blocks]
         self.shared: dict[int, tuple[Any, Any]] = {}
+        self.turns = Turns(blocks, self.model)
+        self.borrowing = False
+
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """One forward pass."""
+        self.shared, self.turns = {}, Turns(self.blocks, self.model)
+        yield
+        self.turns.end()
 
     def probe(self, index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the first block of each class to learn what it returns: a tensor (transformers 5) or a tuple (4.x)."""
-        hidden, _ = _split(args, kwargs)
+        hidden, _ = split_call(args, kwargs)
+        self.turns.take(index, hidden)
         if self.classes[index] not in self.containers:
             output = forward(*args, **kwargs)
-            self.containers[self.classes[index]] = None if isinstance(output, torch.Tensor) else tuple(output)[1:]
+            self.containers[self.classes[index]] = None if isinstance(output, torch.Tensor) else marked(tuple(output)[1:])
         return self._contained(index, hidden)
 
-    def begin_sample(self) -> None:
-        self.shared = {}
-
     def record(self, index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        hidden, call = _split(args, kwargs)
+        hidden, call = split_call(args, kwargs)
+        self.turns.take(index, hidden)
         if index == 0:
             if self.store is None:
                 self.store = choose_store(self.tokens * hidden.shape[-1] * hidden.element_size(), self.device)
@@ -242,7 +259,10 @@ class _Recorder:
         calls = self.calls[index]
         first = calls[0] if calls else None
         args = self._share(call.args, first.args if first else None)
-        kwargs = self._share(call.kwargs, first.kwargs if first else None)
+        known = first.kwargs if first else {}
+        kwargs = {key: self._share(item, known.get(key)) for key, item in call.kwargs.items()}
+        if first is not None and kwargs.keys() == known.keys() and all(kwargs[key] is known[key] for key in kwargs):
+            kwargs = known
         if first is not None and args is first.args and kwargs is first.kwargs:
             calls.append(first)
         else:
@@ -256,10 +276,14 @@ class _Recorder:
     def _share(self, value: Any, first: Any) -> Any:
         """`value` on the device, or `first` (what stood in its place in the first sample) if they are equal.
 
-        One window length and no padding make masks and positions equal in all samples; they are stored once. Within a
-        sample, blocks get the same objects, which are compared and moved once; the memory holds the object itself, so
-        that its id cannot be that of another.
+        One window length and no padding make masks and positions equal in all samples; they are stored once. Dicts and lists
+        are each sample's own: a block may leave something there for later ones. Within a sample,
+        blocks get the same objects, which are compared and moved once; the memory holds the object itself, so that its id
+        cannot be that of another.
         """
+        if isinstance(value, FromBlock):
+            self.borrowing = True
+            return first if isinstance(first, Unknown) else unknown(self.blocks[self.turns.turn - 1])
         if id(value) in self.shared:
             return self.shared[id(value)][1]
         if isinstance(value, torch.Tensor):
@@ -268,13 +292,11 @@ class _Recorder:
         elif isinstance(value, tuple | list):
             parts = first if isinstance(first, type(value)) and len(first) == len(value) else [None] * len(value)
             items = [self._share(item, part) for item, part in zip(value, parts, strict=True)]
-            result = first if all(a is b for a, b in zip(items, parts, strict=True)) and parts is first else items
-            result = _rebuilt(value, result) if result is items else result
+            same = parts is first and isinstance(first, tuple) and all(a is b for a, b in zip(items, parts, strict=True))
+            result = first if same else _rebuilt(value, items)
         elif isinstance(value, dict):
             known = first if isinstance(first, dict) else {}
             result = {key: self._share(item, known.get(key)) for key, item in value.items()}
-            if known.keys() == result.keys() and all(result[key] is known[key] for key in result):
-                result = known
         else:
             return first if type(value) is type(first) and isinstance(value, _SCALARS) and value == first else value
         self.shared[id(value)] = (value, result)
@@ -286,14 +308,4 @@ def _rebuilt(value: tuple | list, items: list) -> tuple | list:
 
 
 def _equal(a: torch.Tensor, b: Any) -> bool:
-    return isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _split(args: tuple, kwargs: dict) -> tuple[torch.Tensor, Call]:
-    """The hidden state of a block's call, and the rest of it."""
-    if args:
-        return args[0], Call(args[1:], dict(kwargs), None)
-    if "hidden_states" in kwargs:
-        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        return kwargs["hidden_states"], Call((), rest, "hidden_states")
-    raise ValueError(f"a decoder block is called without a hidden state; its arguments are {sorted(kwargs)}")
+    return isinstance(b, torch.Tensor) and not isinstance(b, Unknown) and same_tensor(a, b)

@@ -130,10 +130,15 @@ def collect_grams(
     """
     if not views and not keep_outputs:
         return BlockGrams({})
-    try:
-        result = _collect(block, views, inputs, index, keep_outputs, share=True)
-    except _Diverged:
-        result = _collect(block, views, inputs, index, keep_outputs, share=False)
+    share, may_stop = True, not keep_outputs
+    while True:
+        try:
+            result = _collect(block, views, inputs, index, keep_outputs, share, may_stop)
+            break
+        except _Diverged:
+            share = False
+        except _Irregular:
+            may_stop = False
     _check_observed(views, result)
     _check_finite(block, views, inputs, index, result)
     return result
@@ -147,14 +152,20 @@ class _Diverged(Exception):
     """Layers that shared their input in one sample did not in another."""
 
 
+class _Irregular(Exception):
+    """Layers were called otherwise than in the first sample of the same shape, so a sample may not end early."""
+
+
 def _collect(
-    block: nn.Module, views: Sequence[LinearView], inputs: BlockInputs, index: int, keep_outputs: bool, share: bool
-) -> BlockGrams:
-    accumulator = _Accumulator(views, share, may_stop=not keep_outputs)
+    block: nn.Module, views: Sequence[LinearView], inputs: BlockInputs, index: int, keep_outputs: bool, share: bool,
+    may_stop: bool,
+) -> BlockGrams:  # fmt: skip
+    accumulator = _Accumulator(views, share, may_stop)
     outputs: list[torch.Tensor] = []
     with torch.no_grad(), observed_inputs(block, views, accumulator.observe):
         for sample in range(inputs.n_samples):
             try:
+                accumulator.begin_sample(inputs.hidden[sample].shape)
                 output = inputs.run(block, index, sample)
                 if keep_outputs:
                     outputs.append(stored(output, inputs.store))
@@ -205,12 +216,20 @@ class _Accumulator:
         self.calls: dict[str, list[tuple]] = {}  # tensors that each layer was given in this sample, in order
         # Experts are reached or not as the tokens will, so nothing tells that the last one has been seen.
         self.may_stop = may_stop and not any(view.may_be_idle for view in views)
-        self.expected: int | None = None
+        self.order: list[tuple[str, torch.Size]] = []  # layers and shapes of what they were given in this sample
+        self.expected: dict[torch.Size, list[tuple[str, torch.Size]]] = {}  # the same of a whole sample, by the sample's shape
+        self.shape = torch.Size()
 
+    def begin_sample(self, shape: torch.Size) -> None:
+        self.shape, self.order = shape, []
+
+    @torch.inference_mode(False)  # a model may enter that mode in parts of a block; H is changed outside of it too
     def observe(self, view: LinearView, x: torch.Tensor) -> None:
         if x.numel() == 0:
             return
-        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+        # Changes of an inference tensor are not counted, so it is never taken for one seen before.
+        version = object() if x.is_inference() else x._version
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, version)
         self.calls.setdefault(view.name, []).append(key)
         gram = self.grams.get(view.name)
         if gram is None:
@@ -224,14 +243,16 @@ class _Accumulator:
         if key not in gram.seen:
             gram.add(x)
             gram.seen[key] = x
-        if self.expected is not None and sum(map(len, self.calls.values())) == self.expected:
+        self.order.append((view.name, x.shape))
+        # A layer may be called once for a short sample and once a chunk for a longer one.
+        if self.may_stop and self.order == self.expected.get(self.shape):
             raise _Enough
 
     def end_sample(self) -> None:
         if self.share:
             self._check_shared()
-        if self.may_stop and self.expected is None:
-            self.expected = sum(map(len, self.calls.values()))
+        if self.may_stop and self.expected.setdefault(self.shape, self.order) != self.order:
+            raise _Irregular
         for gram in self.grams.values():
             gram.seen.clear()
         self.fresh.clear()

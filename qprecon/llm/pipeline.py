@@ -37,6 +37,7 @@ from qprecon.llm.sources import DiskBlocks, MemoryBlocks
 from qprecon.llm.update import grouped, prune_group
 
 
+@torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
 def prune_model(
     model: nn.Module | str | Path,
     calibration: Any,

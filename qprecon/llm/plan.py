@@ -19,7 +19,7 @@ from qprecon.llm.masks.given import load_masks
 from qprecon.llm.method import UPDATES, Method
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.targets import as_patterns, check_patterns, matches
-from qprecon.llm.unprunable import check_no_adapter
+from qprecon.llm.unprunable import check_changeable, check_no_adapter
 from qprecon.llm.windows import check_windows
 
 PROPAGATE = ("pruned", "dense")
@@ -63,10 +63,12 @@ def plan_layers(
     layer is its own, and layers that none matches stay dense. `targets` limits the layers, `ignore` takes some out.
 
     Raises ValueError for a layer pattern that matches nothing, a pattern that keeps no weight, an N:M pattern that does not
-    divide a layer's inputs (the layer is named), and where no layer is left; for a model with an adapter, for layers that are
-    quantised or computed, and where much of the blocks lies in parameters of no known layer, unless these are left out.
+    divide a layer's inputs (the layer is named), and where no layer is left; for a model with an adapter or made in inference
+    mode, for layers that are quantised or computed, and where much of the blocks lies in parameters of no known layer, unless
+    these are left out.
     """
     check_no_adapter(model)
+    check_changeable(model)
     blocks = find_blocks(model)
     targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
     patterns: Pattern | dict[str, Pattern]
@@ -256,6 +258,7 @@ def calibration_samples(
         raise ValueError("calibration: no windows of tokens, or an empty one")
     if any(window.is_floating_point() or window.dtype == torch.bool for window in windows):
         raise TypeError("calibration: token windows must be integer tensors")
+    windows = [window.clone() if window.is_inference() else window for window in windows]  # those no gradient can pass
     windows = [window.to(torch.int64) for window in windows]
     check_windows(model, windows)
     return windows

@@ -148,9 +148,22 @@ class DiskBlocks:
                 torch.cuda.empty_cache()
                 _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
             together = windows_together(self.model, samples, self.device)
-            return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+            inputs = capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
         finally:
             _empty(self.model)
+        if inputs.borrowing:
+            self._check_unborrowed(inputs)
+        return inputs
+
+    def _check_unborrowed(self, inputs: BlockInputs) -> None:
+        """ValueError for a block that uses what another returns beside its hidden state; reads the model once."""
+        for index, block in enumerate(self.blocks):
+            _fill(self.model, self._load(index, dense=True))
+            try:
+                with torch.no_grad():
+                    inputs.run(block.module, index, 0)
+            finally:
+                _empty(block.module)
 
     @contextmanager
     def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:

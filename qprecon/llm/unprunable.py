@@ -1,4 +1,4 @@
-"""What cannot be pruned as it is, and the way out: adapters, weights that are computed, quantised weights."""
+"""What cannot be pruned as it is, and the way out: adapters, inference tensors, weights that are computed, quantised weights."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def check_no_adapter(model: nn.Module) -> None:
             )
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         raise ValueError(f"model: {type(model).__name__} has a PEFT adapter of prompts; prune model.get_base_model()")
+
+
+def check_changeable(model: nn.Module) -> None:
+    """ValueError for a model that was made in inference mode."""
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            "the model's parameters are inference tensors, which cannot be changed in place: build or load it outside "
+            "torch.inference_mode()"
+        )
 
 
 def computed_names(module: nn.Module) -> list[str]:

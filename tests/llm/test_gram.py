@@ -70,6 +70,44 @@ def test_the_last_product_is_left_out_after_the_first_sample():
     assert len(outputs) == 1 + 4
 
 
+class Chunked(nn.Module):
+    """A linear layer called once for `size` tokens, twice where the first number of the input is positive and it is `moody`."""
+
+    def __init__(self, size, moody=False):
+        super().__init__()
+        self.first, self.second, self.size, self.moody = nn.Linear(4, 4), nn.Linear(4, 4), size, moody
+
+    def forward(self, hidden_states):
+        out = self.first(hidden_states)
+        chunks = hidden_states.split(self.size, dim=1)
+        for chunk in chunks[:1] if self.moody and hidden_states[0, 0, 0] > 0 else chunks:
+            out = out + self.second(chunk).mean(1, keepdim=True)
+        return out
+
+
+@pytest.mark.parametrize("lengths, moody, tokens_seen", [((4, 8, 8, 6), False, 26), ((8, 8, 8, 8), True, 8 + 4 + 4 + 8)])
+def test_layers_that_are_called_a_varying_number_of_times(lengths, moody, tokens_seen):
+    torch.manual_seed(0)
+    hidden = [torch.randn(1, length, 4) for length in lengths]
+    for x, sign in zip(hidden, (-1, 1, 1, -1), strict=True):
+        x[0, 0, 0] = sign
+    names = [f"sample {s}" for s in range(4)]
+    inputs = BlockInputs(hidden, [[Call((), {}, None)] * 4], torch.device("cpu"), torch.device("cpu"), names)
+    block = Chunked(4, moody)
+    first, second = find_linears(Block("block", block)).views
+    grams = collect_grams(block, [first, second], inputs, 0)
+    assert (grams.tokens(first), grams.tokens(second)) == (sum(lengths), tokens_seen)
+
+
+def test_a_part_of_a_block_in_inference_mode():
+    _, block, views, inputs = prepared("llama")
+    expected = collect_grams(block.module, views, inputs, 0)
+    block.module.mlp.forward = torch.inference_mode()(block.module.mlp.forward)
+    grams = collect_grams(block.module, views, inputs, 0)
+    assert all(torch.equal(grams.hessian(view), expected.hessian(view)) for view in views)
+    assert not any(grams.hessian(view).is_inference() for view in views)
+
+
 @fused_only
 @pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 def test_each_expert_of_a_fused_parameter(family):

@@ -213,6 +213,22 @@ def test_a_nan_token_stops_the_run_and_leaves_the_model_usable():
     assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.parametrize("arguments", [{}, {"mask": "proxsparse", "pattern": "2:4", "mask_options": {"epochs": 1}}])
+def test_inside_inference_mode(arguments):
+    model, other = build("llama"), build("llama")
+    prune(other, **arguments)
+    with torch.inference_mode():
+        prune(model, tokens(6).clone(), **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_model_built_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = build("llama")
+    with pytest.raises(ValueError, match=r"parameters are inference tensors.*outside torch\.inference_mode"):
+        prune(model)
+
+
 def test_the_model_is_left_as_found():
     model = build("qwen2-moe").train()
     model.model.embed_tokens.weight.requires_grad_(False)
