@@ -74,8 +74,8 @@ def prune_model(
     Args:
         model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
             safetensors is read and written block by block and never held; where that cannot be done, the report says why.
-        calibration: windows of token numbers, (S, T) or a list, used as they are; or text, or one long tensor of
-            tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
+        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; or text, or one long tensor
+            of tokens, (T,), from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
             patterns to patterns (layers that match none stay dense). One of the two, not both.
         allocation: "uniform" takes the sparsity for every block; "owl" a lower one for blocks with more outliers, the same on

@@ -19,7 +19,7 @@ from qprecon.llm.masks.given import load_masks
 from qprecon.llm.method import UPDATES, Method
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.targets import as_patterns, check_patterns, matches
-from qprecon.llm.windows import check_windows
+from qprecon.llm.windows import CUT_THEM, USE_SEQLEN, check_windows, token_rows
 
 PROPAGATE = ("pruned", "dense")
 
@@ -193,25 +193,23 @@ def calibration_samples(
 ) -> list[torch.Tensor]:
     """The calibration windows, each int64 (T,).
 
-    Token windows (a 2-D integer tensor, or a list of integer tensors) are taken as they are; a long 1-D tensor or text
-    is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`.
+    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each) are taken as they are, row by row;
+    a long 1-D tensor or text is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`.
 
-    Raises ValueError for too little text (with the counts), windows longer than the model has positions, and token
-    numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
+    Raises ValueError for too little text (with the counts), tensors of more dimensions, windows longer than the model has
+    positions, and token numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
     """
     if isinstance(calibration, torch.Tensor) and calibration.ndim == 2:
-        windows = list(calibration)
+        windows, remedy = token_rows(calibration, "calibration"), CUT_THEM
     elif isinstance(calibration, list | tuple) and calibration and all(isinstance(c, torch.Tensor) for c in calibration):
-        windows = [window.reshape(-1) for window in calibration]
+        windows = [row for i, item in enumerate(calibration) for row in token_rows(item, f"calibration sample {i}")]
+        remedy = CUT_THEM
     else:
         cut = calibration_windows(calibration, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)
-        windows = list(cut)
+        windows, remedy = list(cut), USE_SEQLEN
     if not windows or any(window.numel() == 0 for window in windows):
         raise ValueError("calibration: no windows of tokens, or an empty one")
-    if any(window.is_floating_point() or window.dtype == torch.bool for window in windows):
-        raise TypeError("calibration: token windows must be integer tensors")
-    windows = [window.to(torch.int64) for window in windows]
-    check_windows(model, windows)
+    check_windows(model, windows, remedy)
     return windows
 
 
