@@ -16,7 +16,7 @@ DEFAULT_SEQLEN = 2048
 _TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens than a model of bytes has
 BOS_POLICIES = ("auto", "each", "first", "none")
 USE_SEQLEN = "use seqlen={}"
-CUT_THEM = "windows of tokens are taken as they are; to have them cut, give the tokens as one 1-D tensor, or text, and use seqlen={}"
+CUT_THEM = "windows of tokens are taken as they are; to have them cut, give one 1-D tensor of tokens, or text, and use seqlen={}"
 
 
 @dataclass(frozen=True)
