@@ -206,6 +206,17 @@ def test_a_nan_token_stops_the_run_and_leaves_the_model_usable():
     assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.parametrize("mask", ["thanos", "sparsegpt", "alps", "proxsparse"])
+def test_the_default_dtype_does_not_matter(mask):
+    model = build("mixtral" if mask == "thanos" else "llama")  # with experts that no token reaches
+    torch.set_default_dtype(torch.float64)
+    try:
+        report = prune(model, tokens(1, 4), mask=mask, pattern="2:4")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.sparsity == 0.5
+
+
 def test_the_model_is_left_as_found():
     model = build("qwen2-moe").train()
     model.model.embed_tokens.weight.requires_grad_(False)
