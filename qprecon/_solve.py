@@ -59,7 +59,7 @@ def solve(
         batch_size: columns solved together; by default as many as memory allows.
         dtype: "float32" or "float64" for the backend's arithmetic; by default float64 if H or W is, if tol < 1e-6 or
             if damping < 1e-3, otherwise float32. The audit is always in float64. ``weights`` come back in this dtype.
-        **backend_options: the backend's own, checked by name.
+        **backend_options: those of the backend that is named, checked by name and type; none with "auto".
 
     Returns:
         Solution: weights with a certificate for each column.
@@ -70,6 +70,8 @@ def solve(
     """
     started = time.monotonic()
     _check_numbers(tol, max_iterations, time_limit, batch_size)
+    if backend == "auto":
+        registry.refuse_options_of_auto(backend_options)
     problem = ColumnQP(H, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, damping=damping)
     dtype, why_dtype = automatic.choose_dtype(problem, tol, dtype)
     name, why_backend = automatic.choose_backend(problem, dtype) if backend == "auto" else (backend, None)
