@@ -157,10 +157,13 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--allocation", "owl", "--allocation-option", "lam"], "--allocation-option 'lam' is not of the form KEY=VALUE"),
         (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
         (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
+        (["--mask", "sparsegpt", "--mask-option", "damping=abc"], "damping must be a number, got 'abc'"),
+        (["--mask", "proxsparse", "--pattern", "2:4", "--mask-option", "epochs=1.5"], "epochs must be a whole number, got 1.5"),
         (["--sparsity", "1.5"], "1.5"),
         (["--pattern", "2:5"], "2:5"),
         (["--targets", "no_such_layer"], "no_such_layer"),
         (["--device", "warp"], "warp"),
+        (["--device", "meta"], "meta"),
         (["--dtype", "float33"], "'float33' is no floating dtype"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .capture import evaluation_mode
-from .loading import as_dtype, load_causal_lm, load_config
+from .loading import as_dtype, check_unwrapped, load_causal_lm, load_config
 from .progress import progress_bar
 from .windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
 
@@ -95,6 +95,7 @@ def perplexity(
     """
     check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
     autocast = None if autocast is None else as_dtype(autocast)
+    check_unwrapped(model)
     if isinstance(model, str | Path):
         check_length(load_config(model), seqlen)
         model, own_tokenizer = load_causal_lm(model, device=device)

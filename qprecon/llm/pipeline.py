@@ -30,7 +30,7 @@ from qprecon.llm.origin import Found, find_model
 from qprecon.llm.output import check_output, complete_folder, partial_folder, save_model
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
-from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
+from qprecon.llm.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
 from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode, say
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
@@ -82,7 +82,7 @@ def prune_model(
             average (`qprecon.llm.allocation`; its options are lam and threshold).
         mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
         update: "optimal" solves for the kept weights; "none" keeps them; "own" takes the selector's; "adam" uses Adam.
-        backend, damping, tol, solve_options: as in `qprecon.solve`.
+        backend, damping, tol, solve_options: as in `qprecon.solve`; a backend's own options need its name, not "auto".
         targets, ignore: names, globs or `re:` expressions of layers to prune or to leave (see `qprecon.llm.targets`).
         propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
         out: a folder for the pruned model and its report; absent, empty or written by qprecon before, which is then replaced.
@@ -110,15 +110,17 @@ def prune_model(
         if out is not None:
             check_output(out)
         device = choose_device(device)
+        store = None if store is None or str(store) == "auto" else choose_device(store, "store")
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
         pattern = sparsity if pattern is None else pattern
         owl = owl_asked(allocation, allocation_options, pattern, mask)
         settings |= {"pattern": _described(pattern), "device": str(device), "allocation_options": owl and owl.options}
+        method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
+        check_choices(method, propagate, device)
         found = find_model(model, tokenizer, out, dtype, mask, notes)
         plan = plan_layers(found.model, pattern, targets, ignore)
-        method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
-        check_method(method, plan, propagate, device)
+        check_method(method, plan)
         method = with_given_masks(method, plan)
         samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
         source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)

@@ -22,7 +22,7 @@ from typing import Any
 
 from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.hub import offline_if_silent
-from qprecon.llm.loading import load_causal_lm
+from qprecon.llm.loading import check_unwrapped, load_causal_lm
 from qprecon.llm.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.progress import progress_mode
 
@@ -159,6 +159,7 @@ def evaluate_tasks(
         ImportError: lm-eval is missing. ValueError: an unknown task, no tokenizer, a bad limit. FileNotFoundError,
         ValueError: a local file that is missing or has bad rows; all before the model is loaded.
     """
+    check_unwrapped(model)
     names = check_tasks(tasks, data_dir=data_dir, limit=limit)
     bar = progress_mode(progress) == "bar"
     started = time.perf_counter()
