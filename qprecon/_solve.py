@@ -60,7 +60,7 @@ def solve(
         dtype: "float32" or "float64" for the backend's arithmetic; by default float64 if H or W is, if tol < 1e-6 or
             if damping < 1e-3, otherwise float32. The audit is always in float64. ``weights`` come back in this dtype, but for
             jax without its x64 switch, which has float32 only.
-        **backend_options: the backend's own, checked by name.
+        **backend_options: those of the backend that is named, checked by name and type; none with "auto".
 
     Returns:
         Solution: weights with a certificate for each column.
@@ -72,6 +72,8 @@ def solve(
     started = time.monotonic()
     _check_numbers(tol, time_limit)
     max_iterations, batch_size = _count("max_iterations", max_iterations), _count("batch_size", batch_size)
+    if backend == "auto":
+        registry.refuse_options_of_auto(backend_options)
     problem = ColumnQP(H, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, damping=damping)
     dtype, why_dtype = automatic.choose_dtype(problem, tol, dtype)
     name, why_backend = automatic.choose_backend(problem, dtype) if backend == "auto" else (backend, None)

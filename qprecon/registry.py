@@ -11,12 +11,14 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from ._options import check_values
 from .errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
 from .interop import Array
 
@@ -279,13 +281,31 @@ def find(name: str) -> Backend:
     raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
 
 
+def refuse_options_of_auto(options: Iterable[str]) -> None:
+    """ValueError for any option: which backend "auto" takes, and so which options there are, depends on the problem."""
+    simple = [record for record in BUILT_IN if not record.requires]  # those of others are not worth an import of jax
+    owned = {record.name: _option_names(importlib.import_module(record.target)) for record in simple}
+    for name in options:
+        owner = next((record for record, names in owned.items() if name in names), None)
+        known = [*_COMMON, *itertools.chain(*owned.values())]
+        if owner is None and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
+            raise ValueError(f"unknown option {name!r}; did you mean {near[0]!r}?")
+        which = "the backend that has it" if owner is None else f"backend={owner!r}"
+        raise ValueError(f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give {which}")
+
+
+def _option_names(module: Any) -> list[str]:
+    kind = getattr(module, "Options", None)
+    return [field.name for field in dataclasses.fields(kind)] if kind else []
+
+
 def load(record: Backend, options: dict[str, Any]) -> Loaded:
     """Import a backend and check its own options.
 
     Raises:
         BackendNotInstalledError: a required package is missing.
         BackendBrokenError: it is there but fails to import.
-        ValueError: an unknown option, or a value that its ``Options`` refuses.
+        ValueError: an unknown option, a value of another type than the option's, or one that its ``Options`` refuses.
     """
     if missing := record.missing():
         extra = f"pip install 'qprecon[{record.extra}]'" if record.extra else f"pip install {' '.join(missing)}"
@@ -294,12 +314,12 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
         module = importlib.import_module(record.target)
     except Exception as error:
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
-    kind = getattr(module, "Options", None)
-    fields = [f.name for f in dataclasses.fields(kind)] if kind else []
+    kind, fields = getattr(module, "Options", None), _option_names(module)
     for name in options:
         if name not in fields:
             near = difflib.get_close_matches(name, [*fields, *_COMMON], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"backend {record.name!r} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
+    check_values(f"backend {record.name!r}", options, kind)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
     return Loaded(record, module.prepare, kind(**options) if kind else None, per_column)

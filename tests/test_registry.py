@@ -3,13 +3,16 @@
 import dataclasses
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import qprecon
 from qprecon import registry
+from qprecon._options import check_values
 
 from .small_problems import check_against_cholesky, check_limits, problem
 
@@ -151,3 +154,17 @@ def test_options_can_override_scaling_and_warm_start(monkeypatch):
         qprecon.solve(1e4 * h, w, mask, backend="probe", raw=raw)
     assert (0.5 < seen[0][0]).all() and (seen[0][0] < 2.0).all()
     assert np.allclose(seen[-1][0], 1e4 * np.diag(h)) and np.array_equal(seen[-1][1], w[:, :-1])
+
+
+def test_values_of_options_are_held_to_their_types():
+    def declared(*, a: Any, b: bool = True, c: tuple[int, ...] = (), d: Mapping[str, float] | Path | None = None, e=1): ...
+
+    check_values("x", {"a": object(), "b": np.True_, "c": [np.int64(1), 2], "d": {}, "e": "anything", "f": "unknown"}, declared)
+    check_values("x", {"c": (), "d": Path()}, declared)
+    for wrong, words in (
+        ({"b": 1}, "x: b must be True or False, got 1"),
+        ({"c": [1, True]}, r"x: c must be a list of whole numbers, got \[1, True\]"),
+        ({"d": "no"}, "x: d must be a Mapping or a Path or None, got 'no'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_values("x", wrong, declared)

@@ -136,7 +136,7 @@ def _mask_product(mask_NK: Array, values_NR: Array) -> Array:
     # 0 and 1 are exact in bfloat16 and three bfloat16 pieces hold a float32: tensor cores do it exactly, four times faster
     torch = namespace(values_NR)
     mask_KN = mask_NK.T.bfloat16()
-    total = torch.zeros(mask_KN.shape[0], values_NR.shape[1], device=values_NR.device)
+    total = torch.zeros(mask_KN.shape[0], values_NR.shape[1], dtype=torch.float32, device=values_NR.device)
     for _ in range(3):
         piece = values_NR.bfloat16()
         values_NR = values_NR - piece

@@ -170,7 +170,7 @@ class Fused:
         )
 
     def _partial(self, like_NK):
-        return torch.empty((triton.cdiv(like_NK.shape[0], _ROWS), like_NK.shape[1]), device=like_NK.device)
+        return like_NK.new_empty((triton.cdiv(like_NK.shape[0], _ROWS), like_NK.shape[1]))
 
     def _grid(self, like_NK):
         return (triton.cdiv(like_NK.shape[0], _ROWS), triton.cdiv(like_NK.shape[1], _COLS))

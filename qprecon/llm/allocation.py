@@ -23,7 +23,7 @@ from torch import nn
 from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.clock import Clock
 from qprecon.llm.gram import collect_grams
-from qprecon.llm.loading import choose_device
+from qprecon.llm.loading import check_unwrapped, choose_device
 from qprecon.llm.masks import LayerData, undamped_diagonal
 from qprecon.llm.memory import with_room
 from qprecon.llm.patterns import Pattern
@@ -126,6 +126,7 @@ def owl_patterns(
     Returns block name -> pattern, for the blocks with a layer to prune. ValueError: an N:M pattern, a negative lam, or one so large
     that a block would keep nothing.
     """
+    check_unwrapped(model)
     owl = Owl(Pattern.parse(sparsity), lam, threshold)
     plan = plan_layers(model, owl.overall, targets, ignore)
     samples = calibration_samples(model, calibration, tokenizer, nsamples, seqlen, seed)

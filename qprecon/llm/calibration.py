@@ -51,6 +51,8 @@ def calibration_windows(
     """
     if isinstance(nsamples, bool) or not isinstance(nsamples, int) or nsamples < 1:
         raise ValueError(f"nsamples must be a whole number of at least 1, got {nsamples!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must be a whole number of at most 64 bits, got {seed!r}")
     windows = cut_windows(calibration, tokenizer=tokenizer, seqlen=seqlen, bos=bos, join=join)
     available = len(windows.tokens)
     if available < nsamples:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from .capture import evaluation_mode
 from .dtypes import as_dtype
-from .loading import load_causal_lm, load_config
+from .loading import check_unwrapped, load_causal_lm, load_config
 from .progress import progress_bar
 from .windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
 
@@ -95,6 +96,7 @@ def perplexity(
     """
     check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
     autocast = None if autocast is None else as_dtype(autocast)
+    check_unwrapped(model)
     if isinstance(model, str | Path):
         check_length(load_config(model), seqlen)
         model, own_tokenizer = load_causal_lm(model, device=device)
@@ -137,20 +139,15 @@ def check_perplexity(
 @torch.inference_mode()
 def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool | str) -> float:
     device = model.get_input_embeddings().weight.device
-    training = model.training
-    model.eval()
     total = 0.0
-    try:
-        with progress_bar(len(tokens), progress) as step:
-            step("perplexity", 0)
-            for index, batch in enumerate(tokens.split(batch_size)):
-                nll = _forward_nll(model, batch.to(device), autocast)
-                if math.isnan(nll):
-                    raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
-                total += nll
-                step("perplexity", len(batch))
-    finally:
-        model.train(training)
+    with evaluation_mode(model), progress_bar(len(tokens), progress) as step:
+        step("perplexity", 0)
+        for index, batch in enumerate(tokens.split(batch_size)):
+            nll = _forward_nll(model, batch.to(device), autocast)
+            if math.isnan(nll):
+                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
+            total += nll
+            step("perplexity", len(batch))
     return total
 
 

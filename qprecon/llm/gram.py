@@ -114,7 +114,7 @@ class BlockGrams:
         """H (N, N), float32; zero for an expert that no token reached."""
         if view.name in self.by_name:
             return self.by_name[view.name].hessian_NN
-        return torch.zeros(view.n_inputs, view.n_inputs, device=view.parameter.device)
+        return torch.zeros(view.n_inputs, view.n_inputs, dtype=torch.float32, device=view.parameter.device)
 
     def tokens(self, view: LinearView) -> int:
         return self.by_name[view.name].tokens if view.name in self.by_name else 0

@@ -16,20 +16,30 @@ from qprecon.llm.hub import ask_hub, is_hub_name
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
-def choose_device(device: str | torch.device | None = None) -> torch.device:
+def choose_device(device: str | torch.device | None = None, argument: str = "device") -> torch.device:
     """The device asked for; None and "auto" take the first CUDA device if there is one, else the CPU.
 
-    Raises ValueError for an unknown device, and for CUDA where there is none.
+    Raises ValueError, naming the argument, for another kind of device, and for CUDA where there is none or none of that number.
     """
     if device is None or str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:1") from error
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown {argument} {device!r}: use auto, cpu, cuda or cuda:1") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"{argument} {str(device)!r}: models cannot run there; use auto, cpu, cuda or cuda:1")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r} was asked for, but this machine has no CUDA device")
+        raise ValueError(f"{argument} {str(device)!r} was asked for, but this machine has no CUDA device")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{argument} {str(device)!r} was asked for, but this machine has {torch.cuda.device_count()} CUDA devices")
     return chosen
+
+
+def check_unwrapped(model: Any) -> None:
+    """ValueError for a model inside DataParallel or DistributedDataParallel, which has none of a transformers model's methods."""
+    if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        raise ValueError(f"the model is wrapped in {type(model).__name__}: pass model.module")
 
 
 def load_causal_lm(

@@ -10,7 +10,7 @@ from torch import nn
 
 from qprecon.llm.checkpoint import NotStreamable, Shards, open_shards, skeleton
 from qprecon.llm.dtypes import as_dtype
-from qprecon.llm.loading import load_causal_lm, load_tokenizer, model_folder
+from qprecon.llm.loading import check_unwrapped, load_causal_lm, load_tokenizer, model_folder
 from qprecon.llm.masks import get_selector
 
 
@@ -48,6 +48,7 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, note
         return Found(loaded, tokenizer or own_tokenizer, str(model))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
+    check_unwrapped(model)
     devices = {parameter.device for parameter in model.parameters()}
     if any(device.type == "meta" for device in devices) or len(devices) != 1:
         raise ValueError(

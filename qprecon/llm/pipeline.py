@@ -30,7 +30,7 @@ from qprecon.llm.origin import Found, find_model
 from qprecon.llm.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
-from qprecon.llm.plan import Plan, calibration_samples, check_method, plan_layers, with_given_masks
+from qprecon.llm.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
 from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode, say
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
@@ -75,8 +75,8 @@ def prune_model(
     Args:
         model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
             safetensors is read and written block by block and never held; where that cannot be done, the report says why.
-        calibration: windows of token numbers, (S, T) or a list, used as they are; or text, or one long tensor of
-            tokens, from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
+        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; or text, or one long tensor
+            of tokens, (T,), from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
             patterns to patterns (layers that match none stay dense). One of the two, not both. Given masks must hold the
             pattern, if one is named.
@@ -84,7 +84,7 @@ def prune_model(
             average (`qprecon.llm.allocation`; its options are lam and threshold).
         mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
         update: "optimal" solves for the kept weights; "none" keeps them; "own" takes the selector's; "adam" uses Adam.
-        backend, damping, tol, solve_options: as in `qprecon.solve`.
+        backend, damping, tol, solve_options: as in `qprecon.solve`; a backend's own options need its name, not "auto".
         targets, ignore: names, globs or `re:` expressions of layers to prune or to leave (see `qprecon.llm.targets`).
         propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
         out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
@@ -115,6 +115,7 @@ def prune_model(
             if Path(given).expanduser().is_symlink():
                 notes.append(f"{given} is a link: the model is written to {out}")
         device = choose_device(device)
+        store = None if store is None or str(store) == "auto" else choose_device(store, "store")
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
         stated = pattern is not None or sparsity != _SPARSITY
@@ -122,10 +123,11 @@ def prune_model(
         owl = owl_asked(allocation, allocation_options, pattern, mask)
         described = _described(pattern) if stated or mask != "given" else "given"
         settings |= {"pattern": described, "device": str(device), "allocation_options": owl and owl.options}
+        method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
+        check_choices(method, propagate, device)
         found = find_model(model, tokenizer, out, dtype, mask, notes)
         plan = plan_layers(found.model, pattern, targets, ignore)
-        method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
-        check_method(method, plan, propagate, device)
+        check_method(method, plan)
         method = with_given_masks(method, plan, stated)
         if out is not None and found.shards is None:
             check_writable(found.model)

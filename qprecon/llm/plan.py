@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 import qprecon
+from qprecon._options import check_values
 from qprecon.llm.blocks import Block, find_blocks
 from qprecon.llm.calibration import calibration_windows
 from qprecon.llm.linears import UNHELD, BlockLinears, LinearView, check_refused, find_linears
-from qprecon.llm.masks import LayerData, get_selector
+from qprecon.llm.masks import LayerData, Selector, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.method import UPDATES, Method
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.targets import as_patterns, check_patterns, matches
 from qprecon.llm.unprunable import check_changeable, check_no_adapter
-from qprecon.llm.windows import check_windows
+from qprecon.llm.windows import CUT_THEM, USE_SEQLEN, check_windows, token_rows
 
 PROPAGATE = ("pruned", "dense")
 
@@ -148,8 +149,8 @@ def _other_linears(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
 
 
-def check_method(method: Method, plan: Plan, propagate: str, device: torch.device) -> None:
-    """ValueError (or the backend's own errors) for a method that cannot run: names, options, and patterns it lacks."""
+def check_choices(method: Method, propagate: str, device: torch.device) -> None:
+    """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is."""
     if propagate not in PROPAGATE:
         raise ValueError(f"propagate must be one of {', '.join(PROPAGATE)}, got {propagate!r}")
     if method.update not in UPDATES:
@@ -157,6 +158,15 @@ def check_method(method: Method, plan: Plan, propagate: str, device: torch.devic
     selector = get_selector(method.mask)
     if method.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
+    _check_mask_options(method, selector)
+    _check_solve_options(method)
+    if method.update in ("optimal", "adam"):
+        _try_solve(method, device)
+
+
+def check_method(method: Method, plan: Plan) -> None:
+    """ValueError for a method that cannot make the plan's masks: patterns that it lacks, values that it refuses."""
+    selector = get_selector(method.mask)
     asked = {str(layer.pattern): layer.pattern for layers in plan.layers for layer in layers}
     if selector.patterns is not None and (bad := [text for text in asked if text not in selector.patterns]):
         raise ValueError(f"mask {method.mask!r} makes {', '.join(selector.patterns)} only, not {bad[0]}")
@@ -165,8 +175,6 @@ def check_method(method: Method, plan: Plan, propagate: str, device: torch.devic
     elif method.mask != "given":
         for pattern in asked.values():
             _try_mask(method, selector, pattern)
-    if method.update in ("optimal", "adam"):
-        _try_solve(method, device)
 
 
 def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -> Method:
@@ -180,8 +188,6 @@ def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -
     options = dict(method.mask_options)
     if "masks" not in options:
         raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
-    if unknown := set(options) - {"masks", "orientation"}:
-        raise ValueError(f"mask 'given' has no option {min(unknown)!r}; its options are masks, orientation")
     layers = [layer for layers in plan.layers for layer in layers]
     stored = {layer.view.name: layer.view.stored_as for layer in layers}
     masks = load_masks(options.pop("masks"), names=list(stored), stored=stored, **options)
@@ -205,30 +211,48 @@ def _check_learnable(method: Method, plan: Plan) -> None:
     fused = [layer.view.name for layers in plan.layers for layer in layers if layer.view.expert is not None]
     if fused:
         raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
-    _check_options(method, get_selector(method.mask).learn, None, ())
 
 
-def _check_options(method: Method, function: Any, *arguments: Any) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*arguments, **method.mask_options)
-    except TypeError as error:
-        names = [name for name, parameter in signature.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-        raise ValueError(f"mask {method.mask!r}: {error}; its options are {', '.join(names) or 'none'}") from error
+_SET_HERE = ("H", "W", "mask", "backend", "rhs", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
+_GIVEN_HERE = ("linears", "device", "names")  # of selectors' functions
 
 
-def _try_mask(method: Method, selector: Any, pattern: Pattern) -> None:
-    """Options are refused by the selector itself; a layer of a few weights shows it in no time."""
-    _check_options(method, selector.select, None, pattern)
+def _check_mask_options(method: Method, selector: Selector) -> None:
+    functions = [selector.learn if selector.model_level else selector.select]
+    if method.mask == "given":
+        functions.append(load_masks)
+    known: dict[str, Any] = {}
+    for function in functions:
+        parameters = inspect.signature(function).parameters.values()
+        known |= {each.name: function for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in _GIVEN_HERE}
+    for name, value in method.mask_options.items():
+        if name not in known:
+            raise ValueError(f"mask {method.mask!r}: it has no option {name!r}; its options are {', '.join(known) or 'none'}")
+        check_values(f"mask {method.mask!r}", {name: value}, known[name])
+
+
+def _check_solve_options(method: Method) -> None:
+    if twice := [name for name in method.solve_options if name in _SET_HERE]:
+        instead = f"give {twice[0]}=... itself" if twice[0] in ("backend", "damping", "tol") else "leave it out"
+        raise ValueError(f"solve_options: {twice[0]!r} is what prune_model hands to the solver by itself; {instead}")
+    for name in ("lower", "upper"):
+        if not isinstance(bound := method.solve_options.get(name), int | float | None):
+            raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
+
+
+def _try_mask(method: Method, selector: Selector, pattern: Pattern) -> None:
+    """Values are refused by the selector itself; a layer of a few weights shows it in no time."""
     if selector.needs_hessian:
         n = 8 * (pattern.of or 1)
-        weights_NK = torch.linspace(-1, 1, 4 * n).reshape(n, 4)
-        selector.select(LayerData("trial", weights_NK, torch.eye(n), n), pattern, **method.mask_options)
+        weights_NK = torch.linspace(-1, 1, 4 * n, dtype=torch.float32).reshape(n, 4)
+        trial = LayerData("trial", weights_NK, torch.eye(n, dtype=torch.float32), n)
+        selector.select(trial, pattern, **method.mask_options)
 
 
 def _try_solve(method: Method, device: torch.device) -> None:
     """A tiny problem: the backend exists, imports, takes these options, and works on this device."""
-    hessian_NN, weights_NK = torch.eye(4, device=device), torch.ones(4, 1, device=device)
+    hessian_NN = torch.eye(4, dtype=torch.float32, device=device)
+    weights_NK = torch.ones(4, 1, dtype=torch.float32, device=device)
     mask_NK = torch.tensor([[True], [False], [True], [True]], device=device)
     backend = "adam" if method.update == "adam" else method.backend
     qprecon.solve(
@@ -241,26 +265,24 @@ def calibration_samples(
 ) -> list[torch.Tensor]:
     """The calibration windows, each int64 (T,).
 
-    Token windows (a 2-D integer tensor, or a list of integer tensors) are taken as they are; a long 1-D tensor or text
-    is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`.
+    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each) are taken as they are, row by row;
+    a long 1-D tensor or text is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`.
 
-    Raises ValueError for too little text (with the counts), windows longer than the model has positions, and token
-    numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
+    Raises ValueError for too little text (with the counts), tensors of more dimensions, windows longer than the model has
+    positions, and token numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
     """
     if isinstance(calibration, torch.Tensor) and calibration.ndim == 2:
-        windows = list(calibration)
+        windows, remedy = token_rows(calibration, "calibration"), CUT_THEM
     elif isinstance(calibration, list | tuple) and calibration and all(isinstance(c, torch.Tensor) for c in calibration):
-        windows = [window.reshape(-1) for window in calibration]
+        windows = [row for i, item in enumerate(calibration) for row in token_rows(item, f"calibration sample {i}")]
+        remedy = CUT_THEM
     else:
         cut = calibration_windows(calibration, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)
-        windows = list(cut)
+        windows, remedy = list(cut), USE_SEQLEN
     if not windows or any(window.numel() == 0 for window in windows):
         raise ValueError("calibration: no windows of tokens, or an empty one")
-    if any(window.is_floating_point() or window.dtype == torch.bool for window in windows):
-        raise TypeError("calibration: token windows must be integer tensors")
     windows = [window.clone() if window.is_inference() else window for window in windows]  # those no gradient can pass
-    windows = [window.to(torch.int64) for window in windows]
-    check_windows(model, windows)
+    check_windows(model, windows, remedy)
     return windows
 
 

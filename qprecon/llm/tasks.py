@@ -15,14 +15,15 @@ import io
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.hub import offline_if_silent
-from qprecon.llm.loading import load_causal_lm
-from qprecon.llm.local_tasks import LOCAL_TASKS, local_file, local_task
+from qprecon.llm.loading import check_unwrapped, load_causal_lm
+from qprecon.llm.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.progress import progress_mode
 
 PAPER_TASKS = ("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
@@ -95,13 +96,40 @@ class TaskScores:
 def check_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None) -> list[str]:
     """The tasks' names; ImportError, ValueError and FileNotFoundError as `evaluate_tasks` raises them."""
     _need_lm_eval()
-    names = _names(tasks, local=data_dir is not None)
+    names = _names(tasks)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"limit must be a whole number of at least 1, got {limit!r}")
-    if data_dir is not None:
+    if data_dir is None:
+        _check_hub_names(names)
+    else:
+        _check_known(names, LOCAL_TASKS, f"From local files: {', '.join(LOCAL_TASKS)}")
         for name in names:
-            local_file(name, data_dir)
+            local_rows(name, data_dir)
     return names
+
+
+def _check_hub_names(names: Sequence[str]) -> None:
+    with _quiet(hide_bars=False):
+        manager = _task_manager(True)
+    _check_known(names, manager.all_tasks, f"It is none of lm-eval's {len(manager.all_tasks):,} tasks and groups")
+    if tags := [name for name in names if name in manager.all_tags]:
+        raise ValueError(f"{tags[0]!r} is lm-eval's word for several tasks, which have no score together: give their names")
+
+
+def _check_known(names: Sequence[str], known: Iterable[str], listed: str) -> None:
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+            raise ValueError(f"unknown task {name!r}{hint}. {listed}")
+
+
+@functools.cache
+def _task_manager(hub: bool) -> Any:
+    """lm-eval's table of tasks. Its own thousands of files, of use for the hub's tasks only, take many seconds to scan."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=hub)
 
 
 def evaluate_tasks(
@@ -131,6 +159,7 @@ def evaluate_tasks(
         ImportError: lm-eval is missing. ValueError: an unknown task, no tokenizer, a bad limit. FileNotFoundError,
         ValueError: a local file that is missing or has bad rows; all before the model is loaded.
     """
+    check_unwrapped(model)
     names = check_tasks(tasks, data_dir=data_dir, limit=limit)
     bar = progress_mode(progress) == "bar"
     started = time.perf_counter()
@@ -168,30 +197,24 @@ def _from_hub(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_size: int, bar: bool) -> dict[str, Any]:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    training = model.training
-    # lm-eval sets a padding token, so it gets a tokenizer of its own.
-    lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
-    lm.loglikelihood = functools.partial(lm.loglikelihood, disable_tqdm=not bar)
-    lm.tok_encode = _remembering(lm.tok_encode)
-    try:
-        with _without_git():
-            return simple_evaluate(
-                model=lm,
-                tasks=tasks,
-                num_fewshot=0,
-                limit=limit,
-                bootstrap_iters=0,  # the standard errors of means are computed below
-                log_samples=False,
-                # Scanning lm-eval's thousands of task files takes seconds and is of use for the hub's tasks only.
-                task_manager=TaskManager(include_defaults=any(isinstance(task, str) for task in tasks)),
-                random_seed=None,
-                numpy_random_seed=None,
-                torch_random_seed=None,
-            )
-    finally:
-        model.train(training)
+    with evaluation_mode(model), _without_git():
+        # lm-eval sets a padding token, so it gets a tokenizer of its own.
+        lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        lm.loglikelihood = functools.partial(lm.loglikelihood, disable_tqdm=not bar)
+        lm.tok_encode = _remembering(lm.tok_encode)
+        return simple_evaluate(
+            model=lm,
+            tasks=tasks,
+            num_fewshot=0,
+            limit=limit,
+            bootstrap_iters=0,  # the standard errors of means are computed below
+            log_samples=False,
+            task_manager=_task_manager(any(isinstance(task, str) for task in tasks)),
+            random_seed=None,
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
 
 
 def _remembering(encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
@@ -236,16 +259,11 @@ def _percent(value: float | None, stderr: float | None) -> str:
     return f"{100 * value:.2f}" + ("" if stderr is None else f" ± {100 * stderr:.2f}")
 
 
-def _names(tasks: str | Sequence[str], local: bool) -> list[str]:
+def _names(tasks: str | Sequence[str]) -> list[str]:
     words = [word.strip() for part in ([tasks] if isinstance(tasks, str) else tasks) for word in part.split(",")]
     names = list(dict.fromkeys(ALIASES.get(word, word) for word in words if word))
     if not names:
         raise ValueError("no tasks given")
-    unknown = [name for name in names if local and name not in LOCAL_TASKS]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], LOCAL_TASKS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"unknown task {unknown[0]!r}{hint}. From local files: {', '.join(LOCAL_TASKS)}")
     return names
 
 

@@ -15,6 +15,8 @@ from .texts import is_source_name, load_texts
 DEFAULT_SEQLEN = 2048
 _TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens than a model of bytes has
 BOS_POLICIES = ("auto", "each", "first", "none")
+USE_SEQLEN = "use seqlen={}"
+CUT_THEM = "windows of tokens are taken as they are; to have them cut, give one 1-D tensor of tokens, or text, and use seqlen={}"
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,12 @@ def check_cut(seqlen: Any, bos: Any) -> None:
         raise ValueError(f"bos must be one of {', '.join(BOS_POLICIES)}, got {bos!r}")
 
 
-def check_windows(model: Any, windows: Sequence[torch.Tensor]) -> None:
+def check_windows(model: Any, windows: Sequence[torch.Tensor], remedy: str = USE_SEQLEN) -> None:
     """ValueError for windows longer than the model's positions and tokens outside its vocabulary.
 
-    Both would fail late, or deep inside a GPU kernel.
+    Both would fail late, or deep inside a GPU kernel. `remedy` is `check_length`'s.
     """
-    check_length(model.config, max(window.numel() for window in windows))
+    check_length(model.config, max(window.numel() for window in windows), remedy)
     vocabulary = model.get_input_embeddings().num_embeddings
     low, high = min(int(w.min()) for w in windows), max(int(w.max()) for w in windows)
     if low < 0 or high >= vocabulary:
@@ -95,12 +97,12 @@ def check_windows(model: Any, windows: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?")
 
 
-def check_length(config: Any, longest: int) -> None:
-    """ValueError where a model's configuration has fewer positions than the longest window has tokens."""
+def check_length(config: Any, longest: int, remedy: str = USE_SEQLEN) -> None:
+    """ValueError, ending in `remedy`, where a model's configuration has fewer positions than the longest window has tokens."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < longest:
-        raise ValueError(f"windows of {longest:,} tokens, but the model has {positions:,} positions: use seqlen={positions}")
+        raise ValueError(f"windows of {longest:,} tokens, but the model has {positions:,} positions: {remedy.format(positions)}")
 
 
 def resolve_bos(policy: str, tokenizer: Any) -> str:
@@ -123,19 +125,23 @@ def _documents(source: Any) -> list:
     if isinstance(source, str):
         return [source]
     if isinstance(source, torch.Tensor):
-        return _token_rows(source, "the token tensor")
+        return token_rows(source, "the token tensor")
     if isinstance(source, Sequence):
         if all(isinstance(item, str) for item in source):
             return list(source)
         if all(isinstance(item, torch.Tensor) for item in source):
-            return [row for i, item in enumerate(source) for row in _token_rows(item, f"item {i}")]
+            return [row for i, item in enumerate(source) for row in token_rows(item, f"item {i}")]
     raise TypeError(
         "text or tokens must be a string, a list of strings, an integer tensor (T,) or (S, L), or a list of such "
         f"tensors, got {type(source).__name__}"
     )
 
 
-def _token_rows(tokens: torch.Tensor, what: str) -> list[torch.Tensor]:
+def token_rows(tokens: torch.Tensor, what: str) -> list[torch.Tensor]:
+    """The rows of (T,) or (S, L) token ids, each int64 (T,) or (L,), on the CPU.
+
+    ValueError for another shape, TypeError for another dtype; both name `what`.
+    """
     if tokens.ndim not in (1, 2):
         raise ValueError(f"{what} has shape {tuple(tokens.shape)}; token ids are (T,) or (S, L)")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:

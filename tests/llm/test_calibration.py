@@ -249,3 +249,9 @@ def test_single_words_and_files_are_sources_and_other_strings_are_text(tmp_path)
     spaced.write_text("words")
     assert is_source_name("builtin") and is_source_name("allenai/c4") and is_source_name(str(spaced))
     assert not is_source_name("two words") and not is_source_name("two\nrows") and not is_source_name("")
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, True, 2**64])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(ValueError, match="seed must be a whole number of at most 64 bits, got"):
+        calibration_windows(torch.arange(64), nsamples=2, seqlen=8, seed=seed)

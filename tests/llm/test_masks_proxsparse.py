@@ -107,6 +107,7 @@ def test_learning_keeps_the_inputs_that_the_loss_needs(dtype):
     model.body.weight.grad = torch.ones_like(model.body.weight)
     model.embed.weight.requires_grad_(False)
     model.train()
+    model.head.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     masks = get_selector("proxsparse").learn(
         model, token_batches(60), lam=0.05, lr=1e-2, progress=lambda *args: seen.append(args)
@@ -122,7 +123,8 @@ def test_learning_keeps_the_inputs_that_the_loss_needs(dtype):
     assert [step for step, _, _ in seen] == list(range(1, 61)) and seen[-1][2] < seen[0][2]
     # The model is as it was.
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert model.training and model.body.weight.requires_grad and not model.embed.weight.requires_grad
+    assert model.training and not model.head.training
+    assert model.body.weight.requires_grad and not model.embed.weight.requires_grad
     assert torch.equal(model.body.weight.grad, torch.ones_like(model.body.weight)) and model.head.weight.grad is None
 
 

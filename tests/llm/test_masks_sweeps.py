@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon.llm.masks import LayerData, get_selector, sparsegpt, thanos
+from qprecon.llm.masks import SELECTORS, LayerData, get_selector, sparsegpt, thanos
 from qprecon.llm.patterns import Pattern
 from tests.fixtures import golden
 
@@ -199,6 +199,19 @@ def test_thanos_golden_ties(key):
     ours = thanos.select(original.layer, original.pattern)
     assert int((~ours.mask_NK).sum()) == 64
     assert original.n_pruned == (56 if original.pattern.is_nm else 64)  # one of 8 outputs is dense
+
+
+@pytest.mark.parametrize("name", [name for name, record in SELECTORS.items() if not record.model_level and name != "given"])
+def test_the_default_dtype_does_not_matter(name):
+    layer, pattern, select = random_layer(24, 9), Pattern.parse(0.5), get_selector(name).select
+    wanted = select(layer, pattern)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = select(layer, pattern)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found.mask_NK, wanted.mask_NK)
+    assert wanted.weights_NK is None or torch.equal(found.weights_NK, wanted.weights_NK)
 
 
 def test_outlier_rows():

@@ -229,6 +229,17 @@ def test_a_model_built_in_inference_mode_is_refused():
         prune(model)
 
 
+@pytest.mark.parametrize("mask", ["thanos", "sparsegpt", "alps", "proxsparse"])
+def test_the_default_dtype_does_not_matter(mask):
+    model = build("mixtral" if mask == "thanos" else "llama")  # with experts that no token reaches
+    torch.set_default_dtype(torch.float64)
+    try:
+        report = prune(model, tokens(1, 4), mask=mask, pattern="2:4")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.sparsity == 0.5
+
+
 def test_the_model_is_left_as_found():
     model = build("qwen2-moe").train()
     model.model.embed_tokens.weight.requires_grad_(False)

@@ -11,12 +11,14 @@ import torch
 from qprecon import cli
 from qprecon.llm import assessment, tasks
 from qprecon.llm.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
+from qprecon.llm.local_tasks import LOCAL_TASKS, local_task
 from qprecon.llm.tasks import PAPER_TASKS, TaskScore, TaskScores, _from_hub, _names, _remembering, evaluate_tasks
 
 from .toy_tasks import ROWS, write_tasks
 from .toy_text import toy_llama, toy_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qprecon[eval]'")
+tasks_of_lm_eval = pytest.importorskip("lm_eval.tasks").TaskManager
 
 PACKAGED = {
     "piqa": "piqa/piqa", "arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_challenge", "hellaswag": "hellaswag/hellaswag",
@@ -79,8 +81,6 @@ def requests(task):
 
 @pytest.mark.parametrize("name", sorted(PACKAGED))
 def test_local_files_make_the_requests_of_lm_evals_own_configuration(data, name):
-    from qprecon.llm.local_tasks import local_task
-
     mine, my_labels = requests(local_task(name, data))
     theirs, labels = requests(packaged(PACKAGED[name], hub_rows(name)))
     assert mine == theirs and my_labels == labels and len(mine) >= 2
@@ -88,8 +88,6 @@ def test_local_files_make_the_requests_of_lm_evals_own_configuration(data, name)
 
 @pytest.mark.parametrize("subject", ["astronomy", "high_school_physics"])
 def test_mmlu_has_each_subjects_header(data, subject):
-    from qprecon.llm.local_tasks import local_task
-
     rows = [{**row, "answer": row["label"]} for row in ROWS["mmlu"] if row["subject"] == subject]
     theirs, labels = requests(packaged(f"mmlu/default/mmlu_{subject}", rows))
     mine, my_labels = requests(local_task("mmlu", data))
@@ -111,8 +109,9 @@ def log_likelihood(model, context, continuation):
 
 def test_scores_are_those_of_the_likelihoods(data, model):
     model.train()
+    model.model.layers[0].eval()
     result = evaluate_tasks(model, "piqa,arc_easy", data_dir=data, tokenizer=toy_tokenizer(), batch_size=3)
-    assert model.training
+    assert model.training and not model.model.layers[0].training
     model.eval()
     piqa, arc = result.scores
     for score, rows, options in (
@@ -198,6 +197,7 @@ def test_groups_of_the_hub_count_their_subjects():
         ("piqa_valid.jsonl", "{}\n[", "line 1: the row lacks goal"),
         ("piqa_valid.jsonl", "no", "line 1: not JSON"),
         ("piqa_valid.jsonl", "", "no items"),
+        ("piqa_valid.jsonl", '{"goal": 1, "sol1": "b", "sol2": "c", "label": 0}', "line 1: goal should be text, got 1"),
         ("other.jsonl", "", "none of piqa_valid.jsonl.gz"),
     ],
 )
@@ -205,6 +205,80 @@ def test_a_bad_file_is_named_before_the_model_is_loaded(tmp_path, file, text, cu
     (tmp_path / file).write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=culprit):
         evaluate_tasks("./no such model", "piqa", data_dir=tmp_path)
+
+
+def files_with(tmp_path, name, change):
+    """A task's file, the second row changed."""
+    rows = [dict(row) for row in ROWS[name]]
+    rows[1].update(change)
+    rows[1] = {key: value for key, value in rows[1].items() if value is not None}
+    (tmp_path / f"{LOCAL_TASKS[name].files[0]}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "culprit"),
+    [
+        ("piqa", {"label": 2}, "label is 2, none of the 2 choices: it should be 0 to 1$"),  # labels from 1
+        ("piqa", {"label": -1}, "label is -1, none"),
+        ("piqa", {"label": "A"}, "label is 'A', none"),  # its choices carry no letters
+        ("piqa", {"label": True}, "label is True, none"),
+        ("piqa", {"label": ""}, "label is '', none"),
+        ("arc_easy", {"label": "F"}, "label is 'F', none of the 5 choices: it should be 0 to 4, or A to E"),
+        ("arc_challenge", {"label": 1.5}, "label is 1.5, none"),
+        ("openbookqa", {"choices": {"text": ["w1", "w2"]}}, "choices should be a list of texts, at least two, got {'text'"),
+        ("openbookqa", {"choices": ["w1", 2]}, "choices should be a list of texts"),
+        ("mmlu", {"choices": ["w1", "w2", "w3"]}, "choices should be 4 texts, got 3"),
+        ("mmlu", {"label": 4}, "label is 4, none of the 4"),
+        ("mmlu", {"question": None}, "the row lacks question"),
+        ("winogrande", {"answer": 0}, "answer is 0, none of the 2 choices: it should be 1 to 2$"),
+        ("winogrande", {"answer": ""}, "answer is '', none"),
+        ("winogrande", {"sentence": "w1 w2"}, "sentence should have one gap, written _, got 'w1 w2'"),
+        ("hellaswag", {"ctx": None}, "the row lacks ctx"),
+        ("hellaswag", {"ctx_a": "w1"}, "the row lacks activity_label, ctx_b"),
+        ("hellaswag", {"label": "2"}, "label is '2', none of the 2"),
+        ("hellaswag", {"endings": ["w1"]}, "endings should be a list of texts"),
+        ("lambada_openai", {"text": "w1"}, "text should be several words"),
+        ("lambada_openai", {"text": "w1 w2\n"}, "text should be .*without white space behind it"),
+        ("lambada_openai", {"text": ["w1"]}, "text should be text"),
+    ],
+)
+def test_a_bad_row_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, name, change, culprit):
+    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    files_with(tmp_path, name, change)
+    with pytest.raises(ValueError, match=rf"{LOCAL_TASKS[name].files[0]}\.jsonl, line 2: {culprit}"):
+        evaluate("some/model", tasks=name, task_options={"data_dir": tmp_path, "limit": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("piqa", {"label": "0"}), ("arc_easy", {"label": "E"}), ("arc_easy", {"label": "4"}), ("openbookqa", {"label": "E"}),
+        ("mmlu", {"label": "A"}), ("winogrande", {"answer": 1}), ("hellaswag", {"label": "0"}),
+    ],
+)  # fmt: skip
+def test_labels_may_be_written_as_text(data, tmp_path, name, change):
+    written = requests(local_task(name, files_with(tmp_path, name, change)))
+    assert written == requests(local_task(name, data))
+
+
+@pytest.mark.parametrize(
+    ("word", "culprit"),
+    [
+        ("pika", r"unknown task 'pika' \(did you mean 'piqa' or 'pica'\?\)\. It is none of lm-eval's 3 tasks"),
+        ("ai2_arc", "'ai2_arc' is lm-eval's word for several tasks"),
+    ],
+)
+def test_an_unknown_task_of_the_hub_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, word, culprit):
+    for name in ("piqa", "pica"):
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: ai2_arc\n")
+    manager = tasks_of_lm_eval(include_defaults=False, include_path=str(tmp_path))  # in place of its own thousands
+    monkeypatch.setattr(tasks, "_task_manager", lambda hub: manager)
+    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=culprit):
+        evaluate("some/model", tasks=f"piqa,{word}")
+    assert cli.main(["eval", "some/model", "--tasks", word]) == 2 and "Traceback" not in capsys.readouterr().err
+    assert tasks.check_tasks("piqa") == ["piqa"]
 
 
 @pytest.mark.parametrize("arguments, culprit", [
@@ -225,12 +299,14 @@ def test_bad_arguments_are_found_before_the_model_is_loaded(monkeypatch, argumen
 
 def test_unknown_tasks_and_missing_arguments(data, model, tmp_path):
     with pytest.raises(ValueError, match="did you mean 'winogrande'"):
-        _names("winogrand", local=True)
-    assert _names("lambada, piqa,piqa", local=True) == ["lambada_openai", "piqa"]
+        tasks.check_tasks("winogrand", data_dir=data)
+    assert _names("lambada, piqa,piqa") == ["lambada_openai", "piqa"]
     with pytest.raises(ValueError, match="limit"):
         evaluate_tasks(model, "piqa", data_dir=data, limit=0)
     with pytest.raises(ValueError, match="tokenizer"):
         evaluate_tasks(model, "piqa", data_dir=data)
+    with pytest.raises(ValueError, match=r"pass model\.module"):
+        evaluate_tasks(torch.nn.DataParallel(model), "piqa", data_dir=data, tokenizer=toy_tokenizer())
     with pytest.raises(ValueError, match="--text, --tasks"):
         evaluate(tmp_path)
 

@@ -135,7 +135,7 @@ class _Trained:
         self.owners = {id(module.weight): module for module in linears.values()}
 
     def __enter__(self) -> _Trained:
-        self.was_training = self.model.training
+        self.modes = [(module, module.training) for module in self.model.modules()]
         self.required = [(p, p.requires_grad, p.grad) for p in self.model.parameters()]
         self.model.eval().requires_grad_(False)  # no dropout: the same data give the same masks
         self.parameters = [module.get_parameter("weight") for module in self.owners.values()]
@@ -154,7 +154,8 @@ class _Trained:
         for parameter, required, gradient in self.required:
             parameter.requires_grad_(required)
             parameter.grad = gradient
-        self.model.train(self.was_training)
+        for module, mode in self.modes:
+            module.training = mode
 
     @torch.no_grad()
     def rms(self) -> float:

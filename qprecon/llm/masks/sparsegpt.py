@@ -119,5 +119,5 @@ def inverse_factor(layer: LayerData, damping: float) -> torch.Tensor:
     the order of the inputs reversed, H = RRᵀ (R upper) and U = R⁻¹.
     """
     lower_NN = checked_cholesky(damped_hessian(layer, damping).flip(0, 1), layer, damping)
-    identity_NN = torch.eye(len(lower_NN), device=lower_NN.device)
+    identity_NN = torch.eye(len(lower_NN), dtype=lower_NN.dtype, device=lower_NN.device)
     return torch.linalg.solve_triangular(lower_NN.flip(0, 1), identity_NN, upper=True)

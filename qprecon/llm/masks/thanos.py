@@ -80,7 +80,7 @@ def _repair(rest_RK: torch.Tensor, pruned_BK: torch.Tensor, factor_BR: torch.Ten
     """Add the joint repair to the weights from the block on, in place, and set what is pruned to zero."""
     B, K = pruned_BK.shape
     inverse_BR = factor_BR[:, :B].T @ factor_BR
-    multipliers_BK = torch.zeros(B, K, device=rest_RK.device)
+    multipliers_BK = torch.zeros_like(rest_RK[:B])
     counts_K = pruned_BK.sum(0)
     # Outputs of similar counts share a chunk, so that little is padded.
     order_K = counts_K.argsort()

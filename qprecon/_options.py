@@ -1,0 +1,62 @@
+"""Values of options against the types that their declarations name, for backends and mask selectors alike.
+
+They come from recipes and command lines too, where a number may be misspelt: without this, arithmetic somewhere fails on text.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import numbers
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
+_PLURALS = {bool: "truth values", int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def check_values(owner: str, values: Mapping[str, Any], declared_in: Any) -> None:
+    """ValueError, naming `owner` and the option, for a value that is not of its type.
+
+    `declared_in`: the class or function whose annotations are the types; what they do not name is not checked.
+    """
+    if not values:
+        return
+    try:
+        kinds = typing.get_type_hints(declared_in)
+    except NameError:  # a third party's, of names that only its type checker imports
+        return
+    for name, value in values.items():
+        if name in kinds and not _fits(value, kinds[name]):
+            raise ValueError(f"{owner}: {name} must be {_described(kinds[name])}, got {value!r}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, member) for member in members)
+    if kind is Any:
+        return True
+    if kind is bool:
+        return isinstance(value, bool | np.bool_)
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if origin is tuple:  # a file has lists
+        return isinstance(value, tuple | list) and all(_fits(item, members[0]) for item in value)
+    wanted = origin or kind
+    return not isinstance(wanted, type) or isinstance(value, wanted)
+
+
+def _described(kind: Any) -> str:
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_described(member) for member in members)
+    if origin is tuple:
+        return f"a list of {_PLURALS.get(members[0], 'values')}"
+    if origin is collections.abc.Callable:
+        return "a function"
+    return _WORDS.get(kind) or f"a {getattr(origin or kind, '__name__', kind)}"
