@@ -214,7 +214,7 @@ def _check_learnable(method: Method, plan: Plan) -> None:
 
 
 _SET_HERE = ("H", "W", "mask", "backend", "rhs", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
-_GIVEN_HERE = ("linears", "device", "names")  # of selectors' functions
+_GIVEN_HERE = ("linears", "device", "names", "stored")  # of selectors' functions
 
 
 def _check_mask_options(method: Method, selector: Selector) -> None:

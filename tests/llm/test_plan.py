@@ -299,7 +299,7 @@ class Untouched:
         (dict(mask_options={"grouping": 1}), ValueError, "mask 'wanda'.*grouping"),
         (dict(mask_options={"group": "rows"}), ValueError, "group must be one of"),
         (dict(mask="given"), ValueError, "mask 'given' needs mask_options"),
-        (dict(mask="given", mask_options={"masks": {}, "stored": {}}), ValueError, "mask 'given' has no option 'stored'"),
+        (dict(mask="given", mask_options={"masks": {}, "stored": {}}), ValueError, "mask 'given': it has no option 'stored'"),
         (dict(mask="given", mask_options={"masks": {Q0: torch.ones(32, 32)}}), ValueError, "no mask is given for layer"),
         (dict(mask="proxsparse"), ValueError, "mask 'proxsparse' makes 2:4 only, not 50%"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"lamda": 1}), ValueError, "mask 'proxsparse'.*lamda"),
