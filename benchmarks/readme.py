@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
@@ -41,9 +42,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def quality() -> str:
-    """Perplexities by mask, update and pattern."""
-    rows = [row for row in load("paper_smollm2-135m") if row.get("perplexity")]
+def quality(model: str) -> str:
+    """Perplexities by mask, update and pattern; rows that a model has none of are left out."""
+    rows = [row for row in load(f"paper_{model}") if row.get("perplexity")]
     dense = next(row for row in rows if row["pattern"] == "dense")
     patterns = ("50%", "60%", "2:4")
 
@@ -56,6 +57,7 @@ def quality() -> str:
 
     used = [dense]
     body = [[label, *(cell(mask, update, p) for p in patterns)] for (mask, update), label in LABELS.items()]
+    body = [line for line in body if any(value != "–" for value in line[1:])]
     machines, dates = (", ".join(sorted({row[key] for row in used})) for key in ("machine", "date"))
     note = f"Dense: {dense['perplexity']:.2f}. Damping 0.01. – not run, or not defined. {machines}; {dates}."
     return table(["mask + weights", *patterns], body) + "\n\n" + note
@@ -214,7 +216,14 @@ def demo() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "quality": quality, "layers": layers, "cpu": cpu, "models": models},
+    "README.md": {
+        "demo": demo,
+        "quality": functools.partial(quality, "smollm2-135m"),
+        "quality, Gemma": functools.partial(quality, "gemma-3-270m"),
+        "layers": layers,
+        "cpu": cpu,
+        "models": models,
+    },
     "docs/performance.md": {"models": models, "phases": phases, "layers": layers, "real": real_layers, "sparse": sparse},
 }
 
