@@ -34,6 +34,16 @@ def check_values(owner: str, values: Mapping[str, Any], declared_in: Any) -> Non
             raise ValueError(f"{owner}: {name} must be {_described(kinds[name])}, got {value!r}")
 
 
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer, numpy's included; truth values are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, numpy's included; truth values are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _fits(value: Any, kind: Any) -> bool:
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -43,8 +53,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, bool | np.bool_)
     if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
-        return isinstance(value, number) and not isinstance(value, bool)
+        return is_whole(value) if kind is int else is_number(value)
     if origin is tuple:  # a file has lists
         return isinstance(value, tuple | list) and all(_fits(item, members[0]) for item in value)
     wanted = origin or kind

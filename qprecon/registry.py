@@ -283,15 +283,15 @@ def find(name: str) -> Backend:
 
 def refuse_options_of_auto(options: Iterable[str]) -> None:
     """ValueError for any option: which backend "auto" takes, and so which options there are, depends on the problem."""
-    simple = [record for record in BUILT_IN if not record.requires]  # those of others are not worth an import of jax
-    owned = {record.name: _option_names(importlib.import_module(record.target)) for record in simple}
     for name in options:
-        owner = next((record for record, names in owned.items() if name in names), None)
-        known = [*_COMMON, *itertools.chain(*owned.values())]
-        if owner is None and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
-            raise ValueError(f"unknown option {name!r}; did you mean {near[0]!r}?")
-        which = "the backend that has it" if owner is None else f"backend={owner!r}"
-        raise ValueError(f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give {which}")
+        owned = {record.name: _option_names(importlib.import_module(record.target)) for record in BUILT_IN if record.installed}
+        if owner := next((record for record, names in owned.items() if name in names), None):
+            raise ValueError(
+                f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
+            )
+        near = difflib.get_close_matches(name, [*_COMMON, *itertools.chain(*owned.values())], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ": no built-in backend that is installed has it"
+        raise ValueError(f"unknown option {name!r}{hint}")
 
 
 def _option_names(module: Any) -> list[str]:

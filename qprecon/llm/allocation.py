@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon._options import is_number
 from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.clock import Clock
 from qprecon.llm.gram import collect_grams
@@ -47,8 +48,7 @@ class Owl:
         if self.overall.is_nm:
             raise ValueError(f"OWL varies the share of zeros, so it has no use for {self.overall}; give a sparsity")
         for name, value in self.options.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"OWL's {name} must be a number and not negative, got {value!r}")
 
     @property

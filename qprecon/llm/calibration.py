@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from qprecon._options import is_whole
+
 from .texts import load_texts, wikitext_join
 from .windows import DEFAULT_SEQLEN, cut_windows
 
@@ -49,9 +51,9 @@ def calibration_windows(
         ValueError: too little text, with the counts; a bad argument.
         TypeError: calibration of another kind.
     """
-    if isinstance(nsamples, bool) or not isinstance(nsamples, int) or nsamples < 1:
+    if not is_whole(nsamples) or nsamples < 1:
         raise ValueError(f"nsamples must be a whole number of at least 1, got {nsamples!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+    if not is_whole(seed) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must be a whole number of at most 64 bits, got {seed!r}")
     windows = cut_windows(calibration, tokenizer=tokenizer, seqlen=seqlen, bos=bos, join=join)
     available = len(windows.tokens)

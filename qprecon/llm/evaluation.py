@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from qprecon._options import is_whole
+
 from .capture import evaluation_mode
 from .dtypes import as_dtype
 from .loading import check_unwrapped, load_causal_lm, load_config
@@ -129,7 +131,7 @@ def check_perplexity(
 ) -> None:
     """ValueError for a bad argument of `perplexity`."""
     for name, number in (("batch_size", batch_size), ("max_windows", max_windows)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        if number is not None and (not is_whole(number) or number < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
     if autocast is not None:
         as_dtype(autocast)

@@ -14,10 +14,19 @@ from torch import nn
 
 from qprecon.llm.blocks import Block
 from qprecon.llm.experts import fused_parameters
-from qprecon.llm.unprunable import check_stored, packed_as, stored_as
+from qprecon.llm.unprunable import computed, packed_as, stored_as
 
 # A linear so named, or inside a module so named, in a block that has experts, scores tokens for routing.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"})
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Orientation of stored weights, "NK" or "KN", and which of how many experts they are in a fused parameter."""
+
+    orientation: str
+    expert: int | None = None
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,9 +57,9 @@ class LinearView:
         return self._stored().shape[1 if self.inputs_first else 0]
 
     @property
-    def stored_as(self) -> str:
-        """The orientation of the stored weights, "NK" or "KN"."""
-        return "NK" if self.inputs_first else "KN"
+    def stored_as(self) -> Stored:
+        """How its weights lie in the model's folder."""
+        return Stored("NK" if self.inputs_first else "KN", self.expert, self.experts)
 
     @property
     def may_be_idle(self) -> bool:
@@ -103,9 +112,10 @@ def find_linears(block: Block, *, model: nn.Module | None = None) -> BlockLinear
     field practice leaves them dense), layers whose weight is tied to a parameter elsewhere in `model`, and matrices that
     no linear layer holds. Heads and embeddings are outside the blocks, so they are never found.
 
-    Quantised layers are `refused`: an error only for a caller who wants them pruned (`check_refused`).
+    Quantised layers and those whose weight is computed from others are `refused`: an error only for a caller who wants them
+    pruned (`check_refused`).
 
-    Raises ValueError for weights that are computed from others, and for fused experts whose orientation cannot be told.
+    Raises ValueError for fused experts that are computed from others, or whose orientation cannot be told.
     """
     tied = _tied_parameters(model if model is not None else block.module)
     has_experts = any("expert" in name for name, _ in block.module.named_modules())
@@ -118,11 +128,14 @@ def find_linears(block: Block, *, model: nn.Module | None = None) -> BlockLinear
     refused: list[tuple[str, str]] = []
     claimed: set[int] = set()
     for view in _all_views(block):
-        claimed.add(id(view.parameter))
+        reason = computed(view.module, view.attribute)
+        claimed.update(map(id, [view.parameter] if reason is None else view.module.parameters()))
         if is_router(view.name):
             excluded.append((view.name, _ROUTER))
         elif id(view.parameter) in tied:
             excluded.append((view.name, "its weight is tied to another parameter of the model"))
+        elif reason is not None:
+            refused.append((view.name, reason))
         elif (kind := stored_as(view.parameter)) is not None:
             refused.append((view.name, _quantised(kind)))
         else:
@@ -153,7 +166,6 @@ def _all_views(block: Block) -> Iterator[LinearView]:
         if packed_as(module) is not None:
             continue
         if isinstance(module, nn.Linear) or (conv1d and module.weight.ndim == 2):
-            check_stored(name, module, ["weight"])
             yield LinearView(name, module, "weight", inputs_first=conv1d)
         else:
             for fused in fused_parameters(name, module):

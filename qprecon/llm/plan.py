@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import qprecon
-from qprecon._options import check_values
+from qprecon._options import check_values, is_number
 from qprecon.llm.blocks import Block, find_blocks
 from qprecon.llm.calibration import calibration_windows
 from qprecon.llm.linears import UNHELD, BlockLinears, LinearView, check_refused, find_linears
@@ -236,7 +236,8 @@ def _check_solve_options(method: Method) -> None:
         instead = f"give {twice[0]}=... itself" if twice[0] in ("backend", "damping", "tol") else "leave it out"
         raise ValueError(f"solve_options: {twice[0]!r} is what prune_model hands to the solver by itself; {instead}")
     for name in ("lower", "upper"):
-        if not isinstance(bound := method.solve_options.get(name), int | float | None):
+        bound = method.solve_options.get(name)
+        if bound is not None and not is_number(bound):
             raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
 
 

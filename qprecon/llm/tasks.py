@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qprecon._options import is_whole
 from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.hub import offline_if_silent
 from qprecon.llm.loading import check_unwrapped, load_causal_lm
@@ -97,7 +98,7 @@ def check_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = Non
     """The tasks' names; ImportError, ValueError and FileNotFoundError as `evaluate_tasks` raises them."""
     _need_lm_eval()
     names = _names(tasks)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    if limit is not None and (not is_whole(limit) or limit < 1):
         raise ValueError(f"limit must be a whole number of at least 1, got {limit!r}")
     if data_dir is None:
         _check_hub_names(names)

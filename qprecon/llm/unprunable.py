@@ -47,16 +47,21 @@ def computed_names(module: nn.Module) -> list[str]:
     return [*hooked, *(module._modules.get("parametrizations") or ())]
 
 
+def computed(module: nn.Module, name: str) -> str | None:
+    """Why a change of the tensor would be lost, and the way out, where it is no parameter of `module` itself; else None."""
+    if module._parameters.get(name) is not None:
+        return None
+    marks = ((mark.format(name=name), way.format(name=name)) for mark, way in _WAYS_OUT.items())
+    known = [way for mark, way in marks if hasattr(module, mark)]
+    first = f"first make it one: {known[0]}" if known else "first make it one"
+    return f"its {name} is computed, not a parameter of its own, so pruned weights would be lost; {first}"
+
+
 def check_stored(layer: str, module: nn.Module, names: list[str]) -> None:
-    """ValueError, with the way out, for the first of `names` that is no parameter of `module` itself: a change would be lost."""
+    """ValueError for the first of `names` that is `computed`."""
     for name in names:
-        if module._parameters.get(name) is None:
-            marks = ((mark.format(name=name), way.format(name=name)) for mark, way in _WAYS_OUT.items())
-            known = [way for mark, way in marks if hasattr(module, mark)]
-            raise ValueError(
-                f"{layer}: its {name} is computed, not a parameter of its own, so pruned weights would be lost; "
-                + (f"first make it one: {known[0]}" if known else "first make it one")
-            )
+        if (reason := computed(module, name)) is not None:
+            raise ValueError(f"{layer}: {reason}")
 
 
 def stored_as(parameter: torch.Tensor) -> str | None:
@@ -70,6 +75,7 @@ def stored_as(parameter: torch.Tensor) -> str | None:
 def packed_as(module: nn.Module) -> str | None:
     """What a module of packed weights is; None for any other. torch's own has a method in place of its weight."""
     packed = callable(getattr(type(module), "weight", None))
-    if packed or not _PACKED_NAMES.isdisjoint([*module._parameters, *module._buffers]):
+    own = {**module._parameters, **module._buffers}
+    if packed or any(own.get(name) is not None and own[name].dtype not in FLOATS for name in _PACKED_NAMES):
         return f"{type(module).__module__}.{type(module).__qualname__}"
     return None

@@ -83,10 +83,13 @@ def rebuild(
     """New weights (N, K), float32, 0 where pruned, and the solution that they come from, if one was computed.
 
     With "optimal", a column whose answer is worse than what it starts from keeps its start: the better of the masked
-    weights and the selector's own. An idle layer (H = 0: every weight is as good) keeps the masked weights.
+    weights and the selector's own. An idle layer (H = 0: every weight is as good) keeps the masked weights, within the
+    solver's bounds if there are any.
     """
-    if method.update == "none" or idle:
+    if method.update == "none":
         return weights_NK * selection.mask_NK, None
+    if idle:
+        return _clipped(weights_NK, method) * selection.mask_NK, None
     if method.update == "own":
         return selection.weights_NK, None
     solution = qprecon.solve(
@@ -100,6 +103,11 @@ def rebuild(
         **method.solve_options,
     )
     return solution.weights.to(weights_NK.dtype), solution
+
+
+def _clipped(weights_NK: torch.Tensor, method: Method) -> torch.Tensor:
+    bounds = method.solve_options.get("lower"), method.solve_options.get("upper")
+    return weights_NK if bounds == (None, None) else weights_NK.clamp(*bounds)
 
 
 def parts(views: Sequence[LinearView]) -> Iterator[tuple[LinearView, slice]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from qprecon._options import is_whole
+
 from .texts import is_source_name, load_texts
 
 DEFAULT_SEQLEN = 2048
@@ -78,7 +80,7 @@ def cut_windows(
 
 def check_cut(seqlen: Any, bos: Any) -> None:
     """ValueError for a bad `seqlen` or `bos`."""
-    if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 2:
+    if not is_whole(seqlen) or seqlen < 2:
         raise ValueError(f"seqlen must be a whole number of at least 2 tokens, got {seqlen!r}")
     if bos not in BOS_POLICIES:
         raise ValueError(f"bos must be one of {', '.join(BOS_POLICIES)}, got {bos!r}")

@@ -126,6 +126,13 @@ def test_experts_below_each_other_in_a_matrix(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assert torch.equal(again(input_ids=samples).logits, model(input_ids=samples).logits)
+    dbrx().save_pretrained(tmp_path / "dense")
+    common = dict(update="none", progress=False)
+    prune_model(tmp_path / "dense", samples, out=tmp_path / "streamed", save_masks=True, **common)
+    for masks in (tmp_path / "streamed", tmp_path / "streamed" / "masks.npz"):
+        given = dbrx()
+        prune_model(given, samples, mask="given", mask_options={"masks": masks}, **common)
+        assert all(torch.equal(a, b) for a, b in zip(given.parameters(), model.parameters(), strict=True))
 
 
 def plain(config):

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -175,6 +176,18 @@ def test_an_expert_without_tokens_falls_back_and_is_listed():
     assert idle and all("magnitude" in row.note and row.reached_sparsity == 0.5 for row in idle)
     assert f"{len(idle)} experts got no calibration token" in report.warnings[0] and idle[0].name in report.summary()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_bounds_hold_for_experts_without_tokens_too():
+    model = build("mixtral")
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = 1
+    report = prune(model, tokens(1, 2), backend="admm", solve_options={"lower": np.float32(-0.01), "upper": 0.01})
+    assert any(row.tokens == 0 for row in report.layers)
+    pruned = {row.name for row in report.layers}
+    views = [view for block in find_blocks(model) for view in find_linears(block, model=model).views if view.name in pruned]
+    assert all(float(view.weights_NK().abs().max()) <= 0.0100001 for view in views)
 
 
 @pytest.mark.parametrize("dead", [[3], list(range(32))])

@@ -41,10 +41,14 @@ def select(
     """Mask and ALPS's own weights, float32 (N, K).
 
     damping: share of mean(diag H) added to the diagonal. rho: the first ρ. ValueError: non-finite weights or Hessian,
-    one that isn't positive definite even with the damping, an N:M that doesn't divide the inputs, rho not positive.
+    one that isn't positive definite even with the damping, an N:M that doesn't divide the inputs, rho not positive, a negative
+    number of iterations.
     """
     if not rho > 0:
         raise ValueError(f"rho must be positive, got {rho!r}")
+    for name, count in (("max_iterations", max_iterations), ("cg_iterations", cg_iterations)):
+        if count < 0:
+            raise ValueError(f"{name} must not be negative, got {count!r}")
     weights_NK = starting_weights(layer, pattern, block_size=1)
     dead_N = undamped_diagonal(layer) == 0
     scaled_NN = damped_hessian(layer, damping)

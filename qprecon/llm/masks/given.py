@@ -9,6 +9,7 @@
 
 The model's own orientation is what `prune_model` says it is; without it (K, N), but (N, K) for Conv1D models (GPT-2).
 A folder's 3-D tensors hold an expert's layer in each slice: slice 2 of `a.experts.up_proj` is the layer `a.experts.2.up_proj`.
+Experts that the files hold under other names than the loaded model does (Mixtral, Qwen-MoE) are not found there.
 `orientation="NK"` or "KN" overrides the table's. A square layer fits both ways and can't be checked, so say it if in doubt.
 Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = kept.
 """
@@ -19,6 +20,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +28,9 @@ import torch
 from qprecon.llm.masks import LayerData, Selection
 from qprecon.llm.packed import packed_shapes, unpack
 from qprecon.llm.patterns import Pattern
+
+if TYPE_CHECKING:
+    from qprecon.llm.linears import Stored
 
 ORIENTATIONS = ("NK", "KN")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
@@ -60,33 +65,42 @@ def load_masks(
     *,
     orientation: str | None = None,
     names: Collection[str] | None = None,
-    stored: Mapping[str, str] | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read masks as name -> bool (N, K), True = kept, on the CPU. See the module's table for sources.
 
     orientation: "NK" or "KN" of the source, the table's by default. names: read these layers only, all by default; a
-    checkpoint's embeddings and head are read too otherwise, and its 3-D tensors are not. stored: layer -> the orientation
-    in which its model's folder holds it. ValueError, naming the layer: not two-dimensional, not 0/1, a name that isn't
+    checkpoint's embeddings and head are read too otherwise, and its 3-D tensors are not. stored: layer -> how its model's
+    folder holds it. ValueError, naming the layer: not two-dimensional, not 0/1, a name that isn't
     there. FileNotFoundError: no such file, or a folder without safetensors.
     """
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {orientation!r}")
     found, default = _open(source, experts=names is not None)
     by_name = {_bare(key): read for key, read in found}
+    own = stored if stored and _is_folder(source) else {}
+    for name, how in own.items():
+        if how.expert is not None and name not in by_name and (stacked := _without_expert(name, how.expert)) in by_name:
+            by_name[name] = partial(by_name[stacked], (how.expert, how.experts))  # as DBRX has them
     missing = [name for name in names or () if _bare(name) not in by_name]
     if missing:
         raise ValueError(f"no mask is given for layer {missing[0]!r}; there are {_listed(by_name)}")
     masks = {}
     for name in by_name if names is None else names:
         mask = _as_bool(by_name[_bare(name)](), name)
-        own = stored.get(name, default) if stored and _is_folder(source) else default
-        masks[name] = mask if (orientation or own) == "NK" else mask.T.contiguous()
+        own_way = own[name].orientation if name in own else default
+        masks[name] = mask if (orientation or own_way) == "NK" else mask.T.contiguous()
     if not masks:
         raise ValueError(f"{source}: no masks found")
     return masks
 
 
-Entries = list[tuple[str, Callable[[], object]]]
+Entries = list[tuple[str, Callable[..., object]]]
+
+
+def _without_expert(name: str, expert: int) -> str:
+    head, own = name.rsplit(f".{expert}.", 1)
+    return f"{head}.{own}"
 
 
 def _bare(name: str) -> str:
@@ -131,7 +145,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]
         yield key, lambda key=key: read(key)
 
 
-def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no .safetensors file to take the zeros of")
@@ -149,11 +163,18 @@ def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[[],
                     yield f"{head}.{expert}.{own}", partial(_nonzeros, path, key, expert)
 
 
-def _nonzeros(path: Path, key: str, expert: int | None = None) -> torch.Tensor:
+def _nonzeros(path: Path, key: str, part: int | tuple[int, int] | None = None) -> torch.Tensor:
+    """Of a tensor, of a slice of it, or of its rows as the first of the two numbers out of so many experts."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        return (file.get_tensor(key) if expert is None else file.get_slice(key)[expert]) != 0
+        if part is None:
+            return file.get_tensor(key) != 0
+        whole = file.get_slice(key)
+        if isinstance(part, int):
+            return whole[part] != 0
+        rows = whole.get_shape()[0] // part[1]
+        return whole[part[0] * rows : (part[0] + 1) * rows] != 0
 
 
 def _checkpoint_orientation(folder: Path) -> str:

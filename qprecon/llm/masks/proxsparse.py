@@ -49,6 +49,9 @@ def learn_masks(
     training mode and device are what they were, also after an error. ValueError: no batch, a layer whose inputs 4
     doesn't divide (named), a loss that isn't finite (step named).
     """
+    for name, value, allowed in (("epochs", epochs, epochs >= 1), ("warmup", warmup, 0 <= warmup <= 1)):
+        if not allowed:
+            raise ValueError(f"proxsparse: {name} must be {'at least 1' if name == 'epochs' else 'between 0 and 1'}, got {value!r}")
     steps_data = [batch if batch.ndim > 1 else batch.unsqueeze(0) for batch in batches] * epochs
     if not steps_data:
         raise ValueError("batches is empty: proxsparse learns from at least one batch of tokens")

@@ -17,8 +17,11 @@ Departures from the original program, each deliberate:
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from qprecon._options import is_whole
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.patterns import Pattern, lowest, lowest_of_m
 
@@ -81,7 +84,7 @@ def _sweep(
 def starting_weights(layer: LayerData, pattern: Pattern, block_size: int) -> torch.Tensor:
     """A contiguous float32 copy (N, K) of the weights, after the checks that the sweeping selectors share."""
     pattern.check(layer.weights_NK.shape[0], layer.name)
-    if not isinstance(block_size, int) or block_size < 1:
+    if not is_whole(block_size) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
     weights_NK = layer.weights_NK.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if not bool(weights_NK.isfinite().all()):
@@ -91,12 +94,12 @@ def starting_weights(layer: LayerData, pattern: Pattern, block_size: int) -> tor
 
 def damped_hessian(layer: LayerData, damping: float) -> torch.Tensor:
     """H + λI, float32 (N, N), a new tensor, with λ = damping * mean(diag H)."""
-    if not damping >= 0:
-        raise ValueError(f"damping must not be negative, got {damping!r}")
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"damping must be finite and not negative, got {damping!r}")
     mean = undamped_diagonal(layer).mean()
     damped_NN = layer.hessian_NN.detach().to(torch.float32, copy=True)
     # With H = 0 any positive number does: nothing is known, so nothing gets repaired.
-    damped_NN.diagonal().add_(torch.where(mean > 0, damping * mean, 1.0))
+    damped_NN.diagonal().add_(torch.where(mean > 0, float(damping) * mean, 1.0))
     return damped_NN
 
 
