@@ -240,6 +240,8 @@ def _run(
         deadline=limits.deadline,
     )
     raw = setup.solve_chunk(chunk)
+    if not isinstance(raw, registry.RawColumns):
+        raise BackendBrokenError(f"backend {setup.loaded.record.name!r} answered with {type(raw).__name__}, not RawColumns")
     if tuple(raw.weights_NK.shape) != tuple(chunk.start_NK.shape):
         raise BackendBrokenError(
             f"backend {setup.loaded.record.name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, "

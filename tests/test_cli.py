@@ -377,6 +377,12 @@ def test_torch_is_not_left_in_another_state(folder, capsys):
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+def test_a_quiet_command_shows_no_bars_of_libraries_either(folder):
+    line = ["eval", str(folder / "model"), "--text", str(folder / "calib.txt"), "--seqlen", "64", "--quiet"]
+    done = subprocess.run([sys.executable, "-m", "qprecon", *line], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout and done.stderr == ""
+
+
 def test_solve_does_not_overwrite_its_problem(tmp_path, capsys):
     path = tmp_path / "p.npz"
     np.savez(path, H=np.eye(3), W=np.ones((3, 2)), mask=np.ones((3, 2)))

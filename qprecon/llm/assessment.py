@@ -12,6 +12,7 @@ from typing import Any
 
 from qprecon.llm.evaluation import PerplexityResult, check_perplexity, perplexity
 from qprecon.llm.loading import load_causal_lm, load_config
+from qprecon.llm.progress import library_bars
 from qprecon.llm.texts import load_texts
 from qprecon.llm.windows import DEFAULT_SEQLEN, check_length
 
@@ -72,7 +73,8 @@ def evaluate(
     texts = None if text is None else load_texts(text)
     if text is not None:
         check_length(load_config(model), (perplexity_options or {}).get("seqlen", DEFAULT_SEQLEN))
-    loaded, tokenizer = load_causal_lm(model, device=device)
+    with library_bars(progress):
+        loaded, tokenizer = load_causal_lm(model, device=device)
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
     scores = measured = None
     if tasks is not None:

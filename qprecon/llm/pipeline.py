@@ -31,10 +31,11 @@ from qprecon.llm.output import check_output, check_writable, complete_folder, pa
 from qprecon.llm.packed import write_masks
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
-from qprecon.llm.progress import CONTINUING, Step, progress_bar, progress_mode, say
+from qprecon.llm.progress import CONTINUING, Step, library_bars, progress_bar, progress_mode, say
 from qprecon.llm.report import LayerRow, PruneReport
 from qprecon.llm.sources import DiskBlocks, MemoryBlocks
 from qprecon.llm.update import grouped, prune_group
+from qprecon.llm.windows import describe_source
 
 
 @torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
@@ -124,8 +125,9 @@ def prune_model(
         described = _described(pattern) if stated or mask != "given" else "given"
         settings |= {"pattern": described, "device": str(device), "allocation_options": owl and owl.options}
         method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
-        check_choices(method, propagate, device)
-        found = find_model(model, tokenizer, out, dtype, mask, notes)
+        check_choices(method, None if isinstance(pattern, Mapping) else Pattern.parse(pattern), propagate, device)
+        with library_bars(progress):
+            found = find_model(model, tokenizer, out, dtype, mask, notes)
         plan = plan_layers(found.model, pattern, targets, ignore)
         check_method(method, plan)
         method = with_given_masks(method, plan, stated)
@@ -143,6 +145,7 @@ def prune_model(
         source.close()
     finally:
         source.stop()
+    settings["calibration"] = describe_source(calibration)
     settings |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     settings["mask_options"] = {key: value for key, value in (mask_options or {}).items() if key != "masks"}
     settings["seqlen"] = max(sample.numel() for sample in samples)
@@ -150,7 +153,8 @@ def prune_model(
     if out is not None:
         with clock("save"):
             if found.shards is None:
-                save_model(found.model, report, out, found.tokenizer)
+                with library_bars(progress):
+                    save_model(found.model, report, out, found.tokenizer)
             else:
                 complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
             if save_masks:
@@ -259,6 +263,8 @@ def _report(
     zeros, total = source.zeros(rows)
     idle = [row.name for row in rows if row.tokens == 0]
     emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
+    if not any(row.zeros for row in rows):
+        notes = [*notes, "no weight was pruned" + (": the given masks keep all" if settings["mask"] == "given" else "")]
     if emptied:
         notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
     fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]

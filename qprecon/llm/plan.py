@@ -149,13 +149,18 @@ def _other_linears(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
 
 
-def check_choices(method: Method, propagate: str, device: torch.device) -> None:
-    """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is."""
+def check_choices(method: Method, pattern: Pattern | None, propagate: str, device: torch.device) -> None:
+    """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is.
+
+    `pattern`: that of all layers, None where each has its own.
+    """
     if propagate not in PROPAGATE:
         raise ValueError(f"propagate must be one of {', '.join(PROPAGATE)}, got {propagate!r}")
     if method.update not in UPDATES:
         raise ValueError(f"unknown update {method.update!r}; known: {', '.join(UPDATES)}")
     selector = get_selector(method.mask)
+    if selector.patterns is not None and pattern is not None and str(pattern) not in selector.patterns:
+        raise ValueError(f"mask {method.mask!r} makes {', '.join(selector.patterns)} only, not {pattern}; give pattern='2:4'")
     if method.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
     _check_mask_options(method, selector)
@@ -177,6 +182,12 @@ def check_method(method: Method, plan: Plan) -> None:
             _try_mask(method, selector, pattern)
 
 
+_TURN = (
+    "; it fits transposed: arrays of files are (outputs, inputs), those of a dict (inputs, outputs), unless mask_options says "
+    "orientation='NK' (inputs, outputs) or 'KN'"
+)
+
+
 def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -> Method:
     """For mask "given": the method with its masks read once and checked against every layer of the plan.
 
@@ -190,13 +201,15 @@ def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -
         raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
     layers = [layer for layers in plan.layers for layer in layers]
     stored = {layer.view.name: layer.view.stored_as for layer in layers}
-    masks = load_masks(options.pop("masks"), names=list(stored), stored=stored, **options)
+    source = options.pop("masks")
+    masks = load_masks(source, names=list(stored), stored=stored, **options)
     for layer in layers:
         view, mask_NK = layer.view, masks[layer.view.name]
         if tuple(mask_NK.shape) != (view.n_inputs, view.n_outputs):
+            turned = tuple(mask_NK.shape) == (view.n_outputs, view.n_inputs)
             raise ValueError(
                 f"layer {view.name!r}: the given mask has shape {tuple(mask_NK.shape)}, the layer "
-                f"{view.n_inputs} inputs and {view.n_outputs} outputs"
+                f"{view.n_inputs} inputs and {view.n_outputs} outputs" + (_TURN if turned else "")
             )
         if pattern_stated and not layer.pattern.is_held_by(mask_NK):
             zeros = 1 - int(mask_NK.sum()) / mask_NK.numel()
@@ -204,6 +217,11 @@ def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -
                 f"layer {view.name!r}: the given mask, {zeros:.2%} zeros, is not {layer.pattern}; "
                 "leave pattern and sparsity out to take the masks as they are"
             )
+    if isinstance(source, Mapping) and not options and all(layer.view.n_inputs == layer.view.n_outputs for layer in layers):
+        raise ValueError(
+            "mask_options: all layers are square, so that these masks fit both ways; say which they are with orientation='NK' "
+            "(inputs, outputs) or 'KN' (outputs, inputs), as torch.nn.Linear.weight has it"
+        )
     return replace(method, mask_options={"masks": masks})
 
 

@@ -54,6 +54,21 @@ def progress_bar(total: int, progress: bool | str, blocks: int | None = None) ->
             yield lambda stage, advance, **news: update(state.took(stage, advance, **news), advance)
 
 
+@contextmanager
+def library_bars(progress: bool | str) -> Iterator[None]:
+    """While open, transformers draws its own bars only where ours is to be shown."""
+    from transformers.utils import logging
+
+    hidden = progress_mode(progress) != "bar" and logging.is_progress_bar_enabled()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
+
+
 def say(notes: Sequence[str], progress: bool | str) -> None:
     """What is worth knowing before hours of work, where a bar is to be shown. The report has it too."""
     if progress_mode(progress) == "bar":

@@ -21,6 +21,7 @@ import yaml
 from qprecon.llm.patterns import Pattern
 from qprecon.llm.pipeline import prune_model
 from qprecon.llm.stages import without_stage
+from qprecon.llm.targets import ATTENTION, as_patterns
 
 RECIPE_NAME = "recipe.yaml"
 
@@ -163,7 +164,7 @@ def _translate(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Aliases to keys. Unknown keys are refused here, where the nearest of keys and aliases can be named."""
     translated: dict[str, Any] = {}
     said: dict[str, str] = {}
-    words = without_stage(arguments, source)
+    words = _without_flags(without_stage(arguments, source), source)
     if words.get("sparsity_type", "unstructured") != "unstructured" and words.get("sparsity_ratio") == 0.5:
         words.pop("sparsity_ratio")  # Wanda's script demands 0.5 beside every N:M, which alone counts
     for word, value in words.items():
@@ -175,6 +176,21 @@ def _translate(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
         said[key] = word
         translated[key] = _translate_value(word, value, source)
     return {key: value for key, value in translated.items() if value is not None}
+
+
+def _without_flags(words: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The two flags of the command line that stand for something else, as what they stand for."""
+    words = dict(words)
+    if (path := words.pop("mask_file", None)) is not None:
+        if words.setdefault("mask", "given") != "given":
+            raise ValueError(f"{source}: mask_file gives the masks, so mask {words['mask']!r} would have no effect: leave one out")
+        words["mask_options"] = {**(words.get("mask_options") or {}), "masks": path}
+    skip = words.pop("skip_attention", False)
+    if not isinstance(skip, bool):
+        raise ValueError(f"{source}: skip_attention must be true or false, got {skip!r}")
+    if skip:
+        words["ignore"] = [*as_patterns(words.get("ignore"), "ignore"), ATTENTION]
+    return words
 
 
 def _translate_value(word: str, value: Any, source: str) -> Any:
@@ -226,7 +242,7 @@ def _first_error(error: pydantic.ValidationError) -> str:
 
 
 def _nearest(word: str) -> str:
-    known = [*_Keys.model_fields, *ALIASES]
+    known = [*_Keys.model_fields, *ALIASES, "mask_file", "skip_attention"]
     near = difflib.get_close_matches(word.lower().replace("-", "_"), known, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -6,6 +6,7 @@ Both have `model`, `finished` (how many blocks an earlier run did), `rows` (thei
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -203,10 +204,13 @@ class DiskBlocks:
                     self._copy(index)
 
     def stop(self) -> None:
-        """End the threads; blocks that are finished are still written."""
+        """End the threads; blocks that are finished are still written. Where none is, there is nothing to go on with."""
         self.reader.shutdown(cancel_futures=True)
         self.writer.shutdown()
+        nothing = not any(self.journal.read(f"{_key(index)}.json") for index in range(len(self.blocks)))
         self.journal.close()
+        if nothing:
+            shutil.rmtree(self.journal.folder, ignore_errors=True)
 
     def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
         """Zeros and number of all parameters, tied ones once."""

@@ -133,10 +133,25 @@ def _documents(source: Any) -> list:
             return list(source)
         if all(isinstance(item, torch.Tensor) for item in source):
             return [row for i, item in enumerate(source) for row in token_rows(item, f"item {i}")]
+    got = type(source).__name__
+    if isinstance(source, Sequence):
+        got += f" of {' and '.join(sorted({type(item).__name__ for item in source}))}"
     raise TypeError(
-        "text or tokens must be a string, a list of strings, an integer tensor (T,) or (S, L), or a list of such "
-        f"tensors, got {type(source).__name__}"
+        "text or tokens must be a string, a list of strings, an integer tensor (T,) or (S, L), or a list of such tensors, got "
+        f"{got}; of (inputs, targets) pairs pass the inputs, of a tokenizer's output the input_ids"
     )
+
+
+def describe_source(source: Any) -> str:
+    """What texts or tokens are, in a few words: a name, or their kind and number."""
+    if isinstance(source, Path) or (isinstance(source, str) and is_source_name(source)):
+        return str(source)
+    if isinstance(source, str):
+        return f"a text of {len(source):,} characters"
+    if isinstance(source, torch.Tensor):
+        return f"tokens {tuple(source.shape)}"
+    kinds = {type(item) for item in source}
+    return f"{len(source):,} {'texts' if kinds == {str} else 'tensors of tokens'}"
 
 
 def token_rows(tokens: torch.Tensor, what: str) -> list[torch.Tensor]:

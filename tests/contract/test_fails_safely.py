@@ -141,6 +141,13 @@ def test_garbage_that_claims_to_be_optimal(monkeypatch: pytest.MonkeyPatch, valu
     cases.check(given, solution, truth)
 
 
+def test_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten return is an error with the backend's name."""
+    _register(monkeypatch, lambda system, chunk: None)
+    with pytest.raises(qprecon.BackendBrokenError, match="'liar' answered with NoneType, not RawColumns"):
+        qprecon.solve(**cases.truth("well_conditioned", "float64")[0].arguments(), backend="liar")
+
+
 def test_garbage_in_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that solves all columns but one, where it returns NaN: only that one falls back."""
 

@@ -72,7 +72,7 @@ def test_two_identical_blocks_are_pruned_alike():
     assert list(patterns) == [f"model.layers.{i}" for i in range(3)]
 
 
-def test_the_mean_is_what_was_asked_for_and_the_model_is_pruned_so():
+def test_the_mean_is_what_was_asked_for_and_the_model_is_pruned_so(tmp_path):
     model, samples = build("gemma3"), tokens(4)
     before = [parameter.clone() for parameter in model.parameters()]
     patterns = owl_patterns(model, samples, 0.5, lam=0.2, threshold=3.0, ignore="k_proj")
@@ -87,6 +87,11 @@ def test_the_mean_is_what_was_asked_for_and_the_model_is_pruned_so():
         owl_patterns(model, samples, "2:4")
     with pytest.raises(ValueError, match=r"lam=0.4 at 95% would leave block 'model.layers.\d' no weight"):
         owl_patterns(model, samples, 0.95, lam=0.4)
+    model.save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="would leave block"):
+        owl = dict(allocation="owl", allocation_options={"lam": 0.4})
+        prune_model(tmp_path / "dense", samples, sparsity=0.95, out=tmp_path / "out", progress=False, **owl)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]  # and nothing of a run that has nothing to go on with
     with pytest.raises(ValueError, match="100%"):
         owl_patterns(model, samples, 1)
 

@@ -355,7 +355,14 @@ def test_bad_arguments_are_refused_before_calibration(arguments, error, message)
 
 
 @pytest.mark.parametrize(
-    "arguments", [dict(mask="alps", mask_options={"rho": "big"}), dict(solve_options={"rank": 8}), dict(store="gpu")]
+    "arguments",
+    [
+        dict(mask="alps", mask_options={"rho": "big"}),
+        dict(solve_options={"rank": 8}),
+        dict(store="gpu"),
+        dict(mask="proxsparse"),
+        dict(mask={"q_proj": torch.ones(2, 2)}),
+    ],
 )
 def test_options_are_checked_before_the_model_is_looked_for(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(pipeline, "find_model", lambda *_: pytest.fail("the model was looked for"))
@@ -372,6 +379,20 @@ def test_a_wrapped_model_is_refused():
     ):
         with pytest.raises(ValueError, match=r"wrapped in DataParallel: pass model\.module"):
             refused()
+
+
+def test_masks_that_may_be_transposed():
+    """A user's masks may be weight != 0, (outputs, inputs), while a dict is (inputs, outputs)."""
+    model, common = build("llama"), dict(mask="given", targets=["q_proj", "up_proj"], update="none", progress=False)
+    masks = {name: torch.rand(m.weight.shape) < 0.5 for name, m in model.named_modules() if name.endswith(("q_proj", "up_proj"))}
+    with pytest.raises(ValueError, match="it fits transposed: arrays of files are .*orientation="):
+        prune_model(model, Untouched(), mask_options={"masks": masks}, **common)
+    square = common | dict(targets="q_proj")
+    with pytest.raises(ValueError, match="all layers are square, so that these masks fit both ways.*'NK'.*'KN'"):
+        prune_model(model, Untouched(), mask_options={"masks": masks}, **square)
+    prune_model(model, tokens(2), mask_options={"masks": masks, "orientation": "KN"}, **square)
+    for name, mask in masks.items():
+        assert torch.equal(model.get_submodule(name).weight != 0, mask) == name.endswith("q_proj")
 
 
 def test_masks_of_another_shape_and_experts_that_cannot_be_learned():
@@ -484,8 +505,8 @@ def test_given_masks_that_do_not_hold_a_stated_pattern(arguments, named):
 def test_a_pattern_is_stated_of_given_masks_only_where_they_hold_it(arguments, stated, tmp_path):
     masks = {Q0: torch.tensor([True, False, False, True]).repeat(8).unsqueeze(1).expand(32, 32)}
     report = prune_model(
-        build("llama"), torch.ones(2, 8, dtype=torch.long), mask="given", mask_options={"masks": masks}, targets=Q0,
-        update="none", out=tmp_path / "out", progress=False, **arguments,
+        build("llama"), torch.ones(2, 8, dtype=torch.long), mask="given", targets=Q0,
+        mask_options={"masks": masks, "orientation": "NK"}, update="none", out=tmp_path / "out", progress=False, **arguments,
     )  # fmt: skip
     assert report.settings["pattern"] == stated
     assert f"- Pattern: {stated}; masks: given;" in (tmp_path / "out" / "README.md").read_text()

@@ -8,6 +8,7 @@ import yaml
 from qprecon import cli
 from qprecon.llm import prune_model
 from qprecon.llm.recipe import ALIASES, Recipe, _Keys, command_recipe, load_recipe
+from qprecon.llm.targets import ATTENTION
 
 from .toy_text import toy_llama, toy_tokenizer, words
 
@@ -81,6 +82,8 @@ def test_a_bad_recipe_names_the_culprit(tmp_path, text, culprits):
         ("sparsity: 0.5\nmask_structure: '2:4'\ndampening_frac: 0.001", dict(pattern="2:4", damping=0.001)),
         ("sparsity: 0.6\nmask_structure: '0:0'\ntargets: [Linear]\nignore: ['re:.*lm_head']",
          dict(sparsity=0.6, ignore=["re:.*lm_head"])),
+        ("mask_file: m.npz\nskip_attention: false", dict(mask="given", mask_options={"masks": "m.npz"})),
+        ("skip_attention: true\nignore: lm_head", dict(ignore=["lm_head", ATTENTION])),
     ],
 )  # fmt: skip
 def test_the_words_of_other_tools(tmp_path, text, arguments):

@@ -91,6 +91,11 @@ SELECTORS: dict[str, Selector] = {
 
 def get_selector(name: str) -> Selector:
     """The record of a selector; ValueError with the nearest known name otherwise."""
+    if not isinstance(name, str):
+        raise ValueError(
+            f"mask must be the name of a selector, got {type(name).__name__}; masks of your own go in as mask='given', "
+            "mask_options={'masks': ...}"
+        )
     if name in SELECTORS:
         return SELECTORS[name]
     near = difflib.get_close_matches(str(name).lower(), SELECTORS, n=1)
