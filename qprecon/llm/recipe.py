@@ -106,13 +106,16 @@ class Recipe(Mapping[str, Any]):
         return Recipe(kept | arguments)
 
     def effective(self) -> Recipe:
-        """This recipe with prune_model's defaults written out, so that it stays the same when those change."""
+        """This recipe with prune_model's defaults written out, so that it stays the same when those change.
+
+        Without `resume`, which is about one run: a later one may go on with what an interrupted one has done.
+        """
         parameters = inspect.signature(prune_model).parameters
         defaults = {name: parameter.default for name, parameter in parameters.items() if name in _Keys.model_fields}
         complete = {name: value for name, value in defaults.items() if value not in (None, inspect.Parameter.empty)}
         if "pattern" in self:
             complete.pop("sparsity")
-        return Recipe(complete | self._arguments)
+        return Recipe({key: value for key, value in (complete | self._arguments).items() if key != "resume"})
 
     def to_yaml(self) -> str:
         """The recipe as YAML that `load_recipe` reads back to the same arguments, whatever the YAML version."""

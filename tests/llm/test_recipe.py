@@ -192,10 +192,11 @@ def test_prune_by_recipe_saves_the_effective_one(tmp_path, monkeypatch, capsys):
     toy_tokenizer().save_pretrained("model")
     (tmp_path / "calib.txt").write_text(words(400))
     written(tmp_path, "model: model\nout: out\nsparsity_ratio: 0.25\nnsamples: 8\nseqlen: 32\nbackend: cholesky\ncalib: calib.txt")
-    assert cli.main(["prune", "--recipe", "recipe.yaml", "--seed", "3", "--device", "cpu", "--quiet"]) == 0
+    assert cli.main(["prune", "--recipe", "recipe.yaml", "--seed", "3", "--device", "cpu", "--quiet", "--no-resume"]) == 0
     saved = load_recipe("out/recipe.yaml")
     defaults = {name: p.default for name, p in inspect.signature(prune_model).parameters.items()}
     assert saved["sparsity"] == 0.25 and saved["seed"] == 3 and saved["calibration"] == "calib.txt"
+    assert "resume" not in saved  # which was about that run
     assert saved["damping"] == defaults["damping"] and saved["propagate"] == defaults["propagate"]
     first = stored(tmp_path / "out")
     assert cli.main(["prune", "--recipe", "out/recipe.yaml", "--quiet"]) == 0  # the saved one does the same again
