@@ -283,15 +283,17 @@ def find(name: str) -> Backend:
 
 def refuse_options_of_auto(options: Iterable[str]) -> None:
     """ValueError for any option: which backend "auto" takes, and so which options there are, depends on the problem."""
-    for name in options:
-        owned = {record.name: _option_names(importlib.import_module(record.target)) for record in BUILT_IN if record.installed}
-        if owner := next((record for record, names in owned.items() if name in names), None):
-            raise ValueError(
-                f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
-            )
-        near = difflib.get_close_matches(name, [*_COMMON, *itertools.chain(*owned.values())], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ": no built-in backend that is installed has it"
-        raise ValueError(f"unknown option {name!r}{hint}")
+    name = next(iter(options), None)
+    if name is None:
+        return
+    owned = {record.name: _option_names(importlib.import_module(record.target)) for record in BUILT_IN if record.installed}
+    if owner := next((record for record, names in owned.items() if name in names), None):
+        raise ValueError(
+            f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
+        )
+    near = difflib.get_close_matches(name, [*_COMMON, *itertools.chain(*owned.values())], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ": no built-in backend that is installed has it"
+    raise ValueError(f"unknown option {name!r}{hint}")
 
 
 def _option_names(module: Any) -> list[str]:

@@ -140,18 +140,14 @@ def _add_mask_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _NO_ARGUMENTS = (
-    "command", "run", "traceback", "recipe", "quiet", "mask_file", "mask_option", "allocation_option", "skip_attention"
+    "command", "run", "traceback", "recipe", "quiet", "mask_option", "allocation_option", "skip_attention"
 )  # fmt: skip
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags that were given, as arguments of `prune_model`."""
+    """The flags that were given, as the words of a recipe."""
     given = {name: value for name, value in vars(arguments).items() if name not in _NO_ARGUMENTS}
     options = dict(_option("--mask-option", item) for item in arguments.mask_option)
-    if arguments.mask_file is not None:
-        if given.get("mask", "given") != "given":
-            raise ValueError(f"--mask-file gives the masks, so --mask {given['mask']} would have no effect: leave one out")
-        given["mask"], options["masks"] = "given", arguments.mask_file
     if options:
         given["mask_options"] = options
     if arguments.allocation_option:
@@ -175,12 +171,11 @@ def run(arguments: argparse.Namespace) -> int:
     from qprecon.llm import prune_model
     from qprecon.llm.output import partial_folder
     from qprecon.llm.recipe import command_recipe
-    from qprecon.llm.targets import ATTENTION, as_patterns
     from qprecon.llm.texts import load_texts
 
     recipe = command_recipe(arguments.recipe, given)
     if arguments.skip_attention:
-        recipe = recipe.overridden({"ignore": [*as_patterns(recipe.get("ignore"), "ignore"), ATTENTION]})
+        recipe = recipe.overridden({"skip_attention": True, "ignore": recipe.get("ignore")})
     named = {"calibration": load_texts(recipe["calibration"])}
     quiet = {"progress": "quiet"} if arguments.quiet else {}
     try:

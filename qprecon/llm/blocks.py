@@ -20,6 +20,11 @@ class Block:
     module: nn.Module
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
 def check_weights(block: Block) -> None:
     """ValueError, naming the tensor, for a parameter of the block that is not finite; waits for the device once."""
     named = [(name, p) for name, p in block.module.named_parameters() if p.dtype in FLOATS and not p.is_meta]
@@ -79,7 +84,7 @@ def no_other_stack(decoder: nn.Module, blocks: Sequence[Block]) -> Iterator[None
         # A list of bare linear layers is no list of blocks: projections of embeddings, for example.
         parts = (part for item in items for part in item.modules() if part is not item) if isinstance(items, nn.ModuleList) else ()
         for part in parts:
-            if id(part) not in inside and (isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"):
+            if id(part) not in inside and (isinstance(part, nn.Linear) or is_conv1d(part)):
                 handles.append(part.register_forward_pre_hook(lambda module, args, name=name: called.append(name)))
     try:
         yield

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from qprecon.llm.blocks import Block
+from qprecon.llm.blocks import Block, is_conv1d
 from qprecon.llm.experts import fused_parameters
 from qprecon.llm.unprunable import computed, packed_as, stored_as
 
@@ -162,7 +162,7 @@ def _modules(block: Block) -> Iterator[tuple[str, nn.Module]]:
 
 def _all_views(block: Block) -> Iterator[LinearView]:
     for name, module in _modules(block):
-        conv1d = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+        conv1d = is_conv1d(module)
         if packed_as(module) is not None:
             continue
         if isinstance(module, nn.Linear) or (conv1d and module.weight.ndim == 2):

@@ -116,7 +116,8 @@ def prune_model(
             if Path(given).expanduser().is_symlink():
                 notes.append(f"{given} is a link: the model is written to {out}")
         device = choose_device(device)
-        store = None if store is None or str(store) == "auto" else choose_device(store, "store")
+        if store not in (None, "auto"):
+            choose_device(store, "store")
         if pattern is not None and sparsity != _SPARSITY:
             raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
         stated = pattern is not None or sparsity != _SPARSITY
@@ -145,8 +146,8 @@ def prune_model(
         source.close()
     finally:
         source.stop()
-    settings["calibration"] = describe_source(calibration)
     settings |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
+    settings["calibration"] = describe_source(calibration)
     settings["mask_options"] = {key: value for key, value in (mask_options or {}).items() if key != "masks"}
     settings["seqlen"] = max(sample.numel() for sample in samples)
     report = _report(source, plan, rows, settings, clock, notes)
@@ -263,15 +264,16 @@ def _report(
     zeros, total = source.zeros(rows)
     idle = [row.name for row in rows if row.tokens == 0]
     emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
+    notes = list(notes)
     if not any(row.zeros for row in rows):
-        notes = [*notes, "no weight was pruned" + (": the given masks keep all" if settings["mask"] == "given" else "")]
+        notes.append("no weight was pruned" + (": the given masks keep all" if settings["mask"] == "given" else ""))
     if emptied:
         notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
     fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]
     if fuller and settings["mask"] != "given":
-        notes = [*notes, f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so"]
+        notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
     if idle:
-        notes = [*notes, f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude"]
+        notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
     return PruneReport(
         layers=tuple(rows),
         sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),

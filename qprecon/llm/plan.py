@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,8 +159,8 @@ def check_choices(method: Method, pattern: Pattern | None, propagate: str, devic
     if method.update not in UPDATES:
         raise ValueError(f"unknown update {method.update!r}; known: {', '.join(UPDATES)}")
     selector = get_selector(method.mask)
-    if selector.patterns is not None and pattern is not None and str(pattern) not in selector.patterns:
-        raise ValueError(f"mask {method.mask!r} makes {', '.join(selector.patterns)} only, not {pattern}; give pattern='2:4'")
+    if pattern is not None:
+        _check_makes(selector, [pattern])
     if method.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
     _check_mask_options(method, selector)
@@ -173,13 +173,18 @@ def check_method(method: Method, plan: Plan) -> None:
     """ValueError for a method that cannot make the plan's masks: patterns that it lacks, values that it refuses."""
     selector = get_selector(method.mask)
     asked = {str(layer.pattern): layer.pattern for layers in plan.layers for layer in layers}
-    if selector.patterns is not None and (bad := [text for text in asked if text not in selector.patterns]):
-        raise ValueError(f"mask {method.mask!r} makes {', '.join(selector.patterns)} only, not {bad[0]}")
+    _check_makes(selector, asked.values())
     if selector.model_level:
         _check_learnable(method, plan)
     elif method.mask != "given":
         for pattern in asked.values():
             _try_mask(method, selector, pattern)
+
+
+def _check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:
+    known = selector.patterns
+    if known is not None and (bad := [pattern for pattern in asked if str(pattern) not in known]):
+        raise ValueError(f"mask {selector.name!r} makes {', '.join(known)} only, not {bad[0]}; give pattern={known[0]!r}")
 
 
 _TURN = (

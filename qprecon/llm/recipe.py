@@ -95,7 +95,7 @@ class Recipe(Mapping[str, Any]):
 
         A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
         """
-        kept, arguments = dict(self._arguments), dict(arguments)
+        kept, arguments = dict(self._arguments), _without_flags(arguments, "the command line")
         for word, options in (("mask", "mask_options"), ("allocation", "allocation_options")):
             if word in arguments:
                 kept.pop(options, None)

@@ -81,7 +81,7 @@ def load_masks(
     own = stored if stored and _is_folder(source) else {}
     for name, how in own.items():
         if how.expert is not None and name not in by_name and (stacked := _without_expert(name, how.expert)) in by_name:
-            by_name[name] = partial(by_name[stacked], (how.expert, how.experts))  # as DBRX has them
+            by_name[name] = partial(by_name[stacked], how.expert, how.experts)  # as DBRX has them
     missing = [name for name in names or () if _bare(name) not in by_name]
     if missing:
         raise ValueError(f"no mask is given for layer {missing[0]!r}; there are {_listed(by_name)}")
@@ -160,21 +160,17 @@ def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[...
             elif len(shape) == 3 and experts:
                 head, _, own = key.rpartition(".")
                 for expert in range(shape[0]):
-                    yield f"{head}.{expert}.{own}", partial(_nonzeros, path, key, expert)
+                    yield f"{head}.{expert}.{own}", partial(_nonzeros, path, key, expert, shape[0])
 
 
-def _nonzeros(path: Path, key: str, part: int | tuple[int, int] | None = None) -> torch.Tensor:
-    """Of a tensor, of a slice of it, or of its rows as the first of the two numbers out of so many experts."""
+def _nonzeros(path: Path, key: str, expert: int = 0, experts: int = 1) -> torch.Tensor:
+    """Of a matrix, or of one of the `experts` that a tensor holds behind each other along its first axis."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        if part is None:
-            return file.get_tensor(key) != 0
         whole = file.get_slice(key)
-        if isinstance(part, int):
-            return whole[part] != 0
-        rows = whole.get_shape()[0] // part[1]
-        return whole[part[0] * rows : (part[0] + 1) * rows] != 0
+        length = whole.get_shape()[0] // experts
+        return whole[expert * length : (expert + 1) * length].flatten(0, -2) != 0
 
 
 def _checkpoint_orientation(folder: Path) -> str:

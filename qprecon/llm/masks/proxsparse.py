@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from qprecon.llm.capture import evaluation_mode
 from qprecon.llm.masks._prox import PATTERN, prox_2of4
 from qprecon.llm.patterns import lowest_of_m
 
@@ -49,9 +50,10 @@ def learn_masks(
     training mode and device are what they were, also after an error. ValueError: no batch, a layer whose inputs 4
     doesn't divide (named), a loss that isn't finite (step named).
     """
-    for name, value, allowed in (("epochs", epochs, epochs >= 1), ("warmup", warmup, 0 <= warmup <= 1)):
-        if not allowed:
-            raise ValueError(f"proxsparse: {name} must be {'at least 1' if name == 'epochs' else 'between 0 and 1'}, got {value!r}")
+    if epochs < 1:
+        raise ValueError(f"proxsparse: epochs must be at least 1, got {epochs!r}")
+    if not 0 <= warmup <= 1:
+        raise ValueError(f"proxsparse: warmup must be between 0 and 1, got {warmup!r}")
     steps_data = [batch if batch.ndim > 1 else batch.unsqueeze(0) for batch in batches] * epochs
     if not steps_data:
         raise ValueError("batches is empty: proxsparse learns from at least one batch of tokens")
@@ -138,9 +140,10 @@ class _Trained:
         self.owners = {id(module.weight): module for module in linears.values()}
 
     def __enter__(self) -> _Trained:
-        self.modes = [(module, module.training) for module in self.model.modules()]
+        self.evaluating = evaluation_mode(self.model)
+        self.evaluating.__enter__()  # no dropout: the same data give the same masks
         self.required = [(p, p.requires_grad, p.grad) for p in self.model.parameters()]
-        self.model.eval().requires_grad_(False)  # no dropout: the same data give the same masks
+        self.model.requires_grad_(False)
         self.parameters = [module.get_parameter("weight") for module in self.owners.values()]
         self.originals = [parameter.data for parameter in self.parameters]
         self.masters = []
@@ -157,8 +160,7 @@ class _Trained:
         for parameter, required, gradient in self.required:
             parameter.requires_grad_(required)
             parameter.grad = gradient
-        for module, mode in self.modes:
-            module.training = mode
+        self.evaluating.__exit__(None, None, None)
 
     @torch.no_grad()
     def rms(self) -> float:
