@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.end_to_end_probe import Probe, floor, measured_rates
 from benchmarks.random_models import SHAPES, write_random_model
 from qprecon.llm import PruneReport, prune_model
-from qprecon.llm.loading import choose_device
-from qprecon.llm.texts import load_texts
+from qprecon.llm.calibration.texts import load_texts
+from qprecon.llm.model.loading import choose_device
 
 IO_PHASES = ("read", "write", "save")  # what is spent waiting for the disk
 

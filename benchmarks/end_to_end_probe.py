@@ -8,7 +8,9 @@ from collections.abc import Collection
 
 import torch
 
-from qprecon.llm import PruneReport, gram, pipeline
+from qprecon.llm import PruneReport
+from qprecon.llm.calibration import gram
+from qprecon.llm.pruning import loop as pipeline
 
 _INVERSE_STEPS = 30
 

@@ -44,15 +44,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paper_rows import DAMPING, DENSE, LEARNED, SCORED, Row, chosen, reference
 
 from qprecon.llm import PruneReport, perplexity, prune_model
-from qprecon.llm.calibration import calibration_windows
-from qprecon.llm.evaluation import PerplexityResult
-from qprecon.llm.loading import choose_device, load_causal_lm
+from qprecon.llm.calibration.sampling import calibration_windows
+from qprecon.llm.calibration.texts import load_texts
+from qprecon.llm.calibration.windows import TokenWindows, cut_windows
+from qprecon.llm.evaluation.perplexities import PerplexityResult
+from qprecon.llm.evaluation.tasks import PAPER_TASKS, TaskScores, check_tasks, evaluate_tasks
 from qprecon.llm.masks import get_selector
-from qprecon.llm.plan import plan_layers
-from qprecon.llm.targets import ATTENTION
-from qprecon.llm.tasks import PAPER_TASKS, TaskScores, check_tasks, evaluate_tasks
-from qprecon.llm.texts import load_texts
-from qprecon.llm.windows import TokenWindows, cut_windows
+from qprecon.llm.model.loading import choose_device, load_causal_lm
+from qprecon.llm.model.targets import ATTENTION
+from qprecon.llm.pruning.plan import plan_layers
 
 TEXTS = {"wikitext2": "wikitext2_train_5k.txt.gz", "c4": "c4_train_first1000.jsonl.gz"}
 TEST_TEXT = "wiki.test.raw.gz"

@@ -28,7 +28,7 @@ from problems import LARGE, Real, Synthetic, extreme_eigenvalues
 
 import qprecon
 from qprecon.llm.masks import SELECTORS, LayerData
-from qprecon.llm.patterns import Pattern
+from qprecon.llm.masks.patterns import Pattern
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "solver_h100.json"
 DAMPING, TOL = 0.01, 1e-4

@@ -21,7 +21,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qprecon
-from qprecon.llm.sparse_check import SparseCheck, check_sparse
+from qprecon.llm.evaluation.sparse_check import SparseCheck, check_sparse
 
 RESULTS = Path(__file__).parent / "results" / "sparse_gpu.json"
 

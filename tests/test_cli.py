@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
-from qprecon.llm.targets import ATTENTION
+from qprecon.llm.model.targets import ATTENTION
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -229,7 +229,7 @@ def test_traceback_on_request_and_for_our_own_mistakes(monkeypatch, capsys):
 STOPPED = """
 import os, signal, sys
 from qprecon import cli
-from qprecon.llm import sources
+from qprecon.llm.storage import sources
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -14,8 +14,8 @@ import torch
 
 import qprecon
 from qprecon import cli
-from qprecon.llm.local_tasks import LOCAL_TASKS
-from qprecon.llm.recipe import ALIASES, load_recipe
+from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS
+from qprecon.llm.pruning.recipe import ALIASES, load_recipe
 from qprecon.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +79,7 @@ def test_the_recipes_load(tmp_path):
 
 def test_the_mask_of_the_example_is_wandas():
     from qprecon.llm.masks import LayerData, get_selector
-    from qprecon.llm.patterns import Pattern
+    from qprecon.llm.masks.patterns import Pattern
 
     (code,) = blocks("adding_a_mask.md", "python")
     names = {}

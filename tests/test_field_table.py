@@ -9,55 +9,57 @@ TESTS = Path(__file__).parent
 
 CASES = {
     "blocks called without an attention mask; every argument of the block is replayed": [
-        "llm/test_families.py::test_every_block_replays_exactly",
-        "llm/test_capture.py::test_blocks_that_return_tuples_and_take_keywords",
+        "llm/model/test_families.py::test_every_block_replays_exactly",
+        "llm/calibration/test_capture.py::test_blocks_that_return_tuples_and_take_keywords",
     ],
-    "position embeddings that are computed outside the block": ["llm/test_families.py::test_every_block_replays_exactly"],
+    "position embeddings that are computed outside the block": ["llm/model/test_families.py::test_every_block_replays_exactly"],
     "alternating sliding and full attention, window shorter than the sequence": [
-        "llm/test_families.py::test_every_block_replays_exactly"
+        "llm/model/test_families.py::test_every_block_replays_exactly"
     ],
     "131,072 positions and no seqlen: 2048, stated, the configuration unchanged": [
-        "llm/test_pipeline.py::test_a_long_context_model_gets_windows_of_2048",
-        "llm/test_calibration.py::test_default_length_is_2048_and_stated",
-        "llm/test_families.py::test_pruned_saved_reloaded",
+        "llm/pruning/test_loop.py::test_a_long_context_model_gets_windows_of_2048",
+        "llm/calibration/test_calibration.py::test_default_length_is_2048_and_stated",
+        "llm/model/test_families.py::test_pruned_saved_reloaded",
     ],
-    "H = 0, or a dead input": ["llm/test_pipeline.py::test_dead_inputs", "contract/test_contract.py::test_contract"],
-    "8 calibration tokens for many more inputs, bfloat16": ["llm/test_pipeline.py::test_eight_tokens_in_bfloat16"],
+    "H = 0, or a dead input": ["llm/pruning/test_loop.py::test_dead_inputs", "contract/test_contract.py::test_contract"],
+    "8 calibration tokens for many more inputs, bfloat16": ["llm/pruning/test_loop.py::test_eight_tokens_in_bfloat16"],
     "an activation of 6e4 in float16; a NaN token": [
-        "llm/test_gram.py::test_a_large_half_precision_activation_does_not_overflow",
-        "llm/test_gram.py::test_one_nan_token_names_layer_and_sample",
-        "llm/test_pipeline.py::test_a_nan_token_stops_the_run_and_leaves_the_model_usable",
+        "llm/calibration/test_gram.py::test_a_large_half_precision_activation_does_not_overflow",
+        "llm/calibration/test_gram.py::test_one_nan_token_names_layer_and_sample",
+        "llm/pruning/test_loop.py::test_a_nan_token_stops_the_run_and_leaves_the_model_usable",
     ],
-    "1:4 and 3:4 are 75 % and 25 % zeros": ["llm/test_patterns.py::test_n_counts_the_kept"],
-    "2:4 where the inputs are no multiple of 4": ["llm/test_plan.py::test_nm_that_does_not_divide_names_the_layer"],
+    "1:4 and 3:4 are 75 % and 25 % zeros": ["llm/masks/test_patterns.py::test_n_counts_the_kept"],
+    "2:4 where the inputs are no multiple of 4": ["llm/pruning/test_plan.py::test_nm_that_does_not_divide_names_the_layer"],
     "50 % asked of an input that is 60 % zero": [
-        "llm/test_patterns.py::test_zeros_go_first_and_count_towards_the_request",
-        "llm/test_pipeline.py::test_a_layer_that_is_sparser_than_asked_keeps_its_zeros_under_update_none",
+        "llm/masks/test_patterns.py::test_zeros_go_first_and_count_towards_the_request",
+        "llm/pruning/test_loop.py::test_a_layer_that_is_sparser_than_asked_keeps_its_zeros_under_update_none",
     ],
-    "256 samples of 40 rows": ["llm/test_calibration.py::test_40_rows_give_256_samples_when_they_are_long_enough"],
+    "256 samples of 40 rows": ["llm/calibration/test_calibration.py::test_40_rows_give_256_samples_when_they_are_long_enough"],
     "fused 3-D experts are pruned, expert by expert": [
-        "llm/test_families.py::test_the_linears_are_all_and_no_others",
-        "llm/test_families.py::test_pruned_saved_reloaded",
-        "llm/test_gram.py::test_each_expert_of_a_fused_parameter",
+        "llm/model/test_families.py::test_the_linears_are_all_and_no_others",
+        "llm/model/test_families.py::test_pruned_saved_reloaded",
+        "llm/calibration/test_gram.py::test_each_expert_of_a_fused_parameter",
     ],
-    "an expert that no token reaches": ["llm/test_pipeline.py::test_an_expert_without_tokens_falls_back_and_is_listed"],
+    "an expert that no token reaches": ["llm/pruning/test_loop.py::test_an_expert_without_tokens_falls_back_and_is_listed"],
     "Conv1D: H is inputs by inputs, N:M runs along inputs": [
-        "llm/test_pipeline.py::test_conv1d_nm_runs_along_inputs",
-        "llm/test_families.py::test_views_are_inputs_by_outputs",
+        "llm/pruning/test_loop.py::test_conv1d_nm_runs_along_inputs",
+        "llm/model/test_families.py::test_views_are_inputs_by_outputs",
     ],
-    "tied embeddings: head untouched, one copy, still tied": ["llm/test_families.py::test_pruned_saved_reloaded"],
+    "tied embeddings: head untouched, one copy, still tied": ["llm/model/test_families.py::test_pruned_saved_reloaded"],
     "allocation over identical layers: uniform, no division by zero": [
-        "llm/test_allocation.py::test_layers_that_are_alike_get_the_same",
-        "llm/test_allocation.py::test_two_identical_blocks_are_pruned_alike",
+        "llm/pruning/test_allocation.py::test_layers_that_are_alike_get_the_same",
+        "llm/pruning/test_allocation.py::test_two_identical_blocks_are_pruned_alike",
     ],
-    "a target pattern with a typo": ["llm/test_plan.py::test_bad_arguments_are_refused_before_calibration"],
+    "a target pattern with a typo": ["llm/pruning/test_plan.py::test_bad_arguments_are_refused_before_calibration"],
     "a tokenizer that adds BOS: one a window, policy printed": [
-        "llm/test_calibration.py::test_each_window_has_exactly_one_bos_in_place_of_its_last_token",
-        "llm/test_evaluation.py::test_the_policies_are_what_they_say",
-        "llm/test_evaluation.py::test_window_policy_and_text_stand_beside_the_number",
+        "llm/calibration/test_calibration.py::test_each_window_has_exactly_one_bos_in_place_of_its_last_token",
+        "llm/evaluation/test_perplexities.py::test_the_policies_are_what_they_say",
+        "llm/evaluation/test_perplexities.py::test_window_policy_and_text_stand_beside_the_number",
     ],
-    "perplexity with two window lengths: each stated": ["llm/test_evaluation.py::test_two_windows_give_two_stated_numbers"],
-    "the same seed twice: identical bits": ["llm/test_pipeline.py::test_the_same_seed_twice_gives_identical_bits"],
+    "perplexity with two window lengths: each stated": [
+        "llm/evaluation/test_perplexities.py::test_two_windows_give_two_stated_numbers"
+    ],
+    "the same seed twice: identical bits": ["llm/pruning/test_loop.py::test_the_same_seed_twice_gives_identical_bits"],
 }
 # Not there yet; when it is, its tests belong above.
 MISSING = {"killed after a block, started again: another seed is refused, the same one gives identical weights"}

@@ -10,7 +10,10 @@ from html.parser import HTMLParser
 import pytest
 
 from qprecon import cli
-from qprecon.llm import assessment, output, prune_model, recipe
+from qprecon.llm import prune_model
+from qprecon.llm.evaluation import assessment
+from qprecon.llm.pruning import recipe
+from qprecon.llm.storage import output
 from qprecon.page import runs, write_page
 from qprecon.page.charts import _linear_scale, _log_scale
 

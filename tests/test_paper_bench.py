@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .llm.toy_tasks import write_tasks
+from .llm.evaluation.toy_tasks import write_tasks
 from .llm.toy_text import WORDS, toy_llama, toy_tokenizer, words
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -23,10 +23,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, and print a line a shape."""
-    from qprecon.llm.sparse_check import check_sparse  # isort: skip - it says what is missing, torch among it
+    from qprecon.llm.evaluation.sparse_check import check_sparse  # isort: skip - it says what is missing, torch among it
     import torch
 
-    from qprecon.llm.loading import load_config
+    from qprecon.llm.model.loading import load_config
 
     load_config(arguments.model)  # a wrong path is wrong without a GPU too
     if not torch.cuda.is_available():

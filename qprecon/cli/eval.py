@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
     import json
 
-    from qprecon.llm.assessment import evaluate
+    from qprecon.llm.evaluation.assessment import evaluate
 
     results = evaluate(
         arguments.model,

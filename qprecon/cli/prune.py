@@ -169,9 +169,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
     given = _given(arguments)
     from qprecon.llm import prune_model
-    from qprecon.llm.output import partial_folder
-    from qprecon.llm.recipe import command_recipe
-    from qprecon.llm.texts import load_texts
+    from qprecon.llm.calibration.texts import load_texts
+    from qprecon.llm.pruning.recipe import command_recipe
+    from qprecon.llm.storage.output import partial_folder
 
     recipe = command_recipe(arguments.recipe, given)
     if arguments.skip_attention:

@@ -105,7 +105,7 @@ def run_demo(
     Raises:
         ModelUnavailableError: the model cannot be had; the message says how to give a local one.
     """
-    from qprecon.llm.loading import choose_device
+    from qprecon.llm.model.loading import choose_device
 
     sizes, target = sizes or Sizes(), choose_device(device)
     seconds: dict[str, float] = {}
@@ -129,7 +129,7 @@ def _prune_and_measure(
     import torch
 
     from qprecon.llm import perplexity, prune_model
-    from qprecon.llm.loading import load_causal_lm
+    from qprecon.llm.model.loading import load_causal_lm
 
     with _timed(seconds, "load, tokenise"):
         network, tokenizer = load_causal_lm(folder, device=device, dtype=torch.float32)
@@ -155,8 +155,8 @@ def _prune_and_measure(
 
 def _windows(tokenizer: Any, sizes: Sizes) -> tuple[Any, Any, str]:
     """(calibration tokens, held-out tokens, BOS policy)."""
-    from qprecon.llm.calibration import calibration_windows
-    from qprecon.llm.windows import resolve_bos
+    from qprecon.llm.calibration.sampling import calibration_windows
+    from qprecon.llm.calibration.windows import resolve_bos
 
     policy = resolve_bos("auto", tokenizer)
     calibration, held_out = (

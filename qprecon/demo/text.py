@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from qprecon.llm.texts import load_texts
+from qprecon.llm.calibration.texts import load_texts
 
 # Every fourth document is held out: about a quarter of the text, from all over the alphabet of topics.
 _EVERY = 4

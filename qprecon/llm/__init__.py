@@ -11,8 +11,8 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(f"qprecon.llm needs {error.name}: pip install 'qprecon[llm]'") from error
 
-from qprecon.llm.evaluation import perplexity
-from qprecon.llm.pipeline import prune_model
-from qprecon.llm.report import PruneReport
+from qprecon.llm.evaluation.perplexities import perplexity
+from qprecon.llm.pruning.loop import prune_model
+from qprecon.llm.reporting.report import PruneReport
 
 __all__ = ["PruneReport", "perplexity", "prune_model"]

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from qprecon.llm import prune_model
-from qprecon.llm.gram import Gram
-from qprecon.llm.loading import load_causal_lm
-from qprecon.llm.measure import Energy
-
-from .families import build, tokens
+from qprecon.llm.calibration.gram import Gram
+from qprecon.llm.model.loading import load_causal_lm
+from qprecon.llm.pruning.measure import Energy
+from tests.llm.families import build, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -1,9 +1,17 @@
-"""What the package says where torch or transformers is missing."""
+"""What the package says where torch or transformers is missing, and which room of it may import which."""
 
+import ast
+import pathlib
 import subprocess
 import sys
 
 import pytest
+
+import qprecon
+
+LLM = pathlib.Path(qprecon.__file__).parent / "llm"
+ROOMS = ("model", "calibration", "masks", "reporting", "storage", "pruning", "evaluation")  # each builds on those before it
+MOST_FILES = 12
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
@@ -12,3 +20,27 @@ def test_a_missing_package_names_the_extra(missing):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
     assert f"ImportError: qprecon.llm needs {missing}: pip install 'qprecon[llm]'" in run.stderr
+
+
+def _rooms_imported(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            words = name.split(".")
+            if words[:2] == ["qprecon", "llm"] and len(words) > 2 and words[2] in ROOMS:
+                yield words[2]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_none_that_builds_on_it(room):
+    files = sorted((LLM / room).glob("*.py"))
+    used = {name for path in files for name in _rooms_imported(path)}
+    assert used - {room} <= set(ROOMS[: ROOMS.index(room)])
+    assert 1 < len(files) <= MOST_FILES + 1  # and __init__.py
+
+
+def test_every_room_is_known():
+    assert {path.name for path in LLM.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(ROOMS)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from qprecon.llm.patterns import Pattern
+from qprecon.llm.masks.patterns import Pattern
 
 PATTERN = Pattern.parse("2:4")
 _EASY = 0.25  # contraction below which the problem is plainly convex and a few sweeps end it

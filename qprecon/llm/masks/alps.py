@@ -20,8 +20,8 @@ from __future__ import annotations
 import torch
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
+from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
 from qprecon.llm.masks.sparsegpt import checked_cholesky, damped_hessian, starting_weights
-from qprecon.llm.patterns import Pattern, lowest, lowest_of_m
 
 _EVERY = 3  # iterations between two looks at the support
 _GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))  # share of the support that changed -> factor of ρ

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from qprecon.llm.masks import LayerData, Selection
-from qprecon.llm.packed import packed_shapes, unpack
-from qprecon.llm.patterns import Pattern
+from qprecon.llm.masks.packed import packed_shapes, unpack
+from qprecon.llm.masks.patterns import Pattern
 
 if TYPE_CHECKING:
-    from qprecon.llm.linears import Stored
+    from qprecon.llm.model.linears import Stored
 
 ORIENTATIONS = ("NK", "KN")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")

@@ -7,7 +7,7 @@ whole "layer" (the usual baseline for unstructured sparsity), or those of one "i
 from __future__ import annotations
 
 from qprecon.llm.masks import LayerData, Selection
-from qprecon.llm.patterns import Pattern, select_mask
+from qprecon.llm.masks.patterns import Pattern, select_mask
 
 
 def select(layer: LayerData, pattern: Pattern, *, group: str = "output") -> Selection:

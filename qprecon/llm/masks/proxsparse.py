@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from qprecon.llm.capture import evaluation_mode
+from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.masks._prox import PATTERN, prox_2of4
-from qprecon.llm.patterns import lowest_of_m
+from qprecon.llm.masks.patterns import lowest_of_m
 
 _BUNDLE = 2**26  # weights to a call of the operator
 _REFERENCE_RMS = 0.02  # about that of a 7B LLaMA, for which the authors' lam and lr were chosen

@@ -23,7 +23,7 @@ import torch
 
 from qprecon._options import is_whole
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
-from qprecon.llm.patterns import Pattern, lowest, lowest_of_m
+from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
 
 
 def select(

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
+from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
 from qprecon.llm.masks.sparsegpt import inverse_factor, starting_weights
-from qprecon.llm.patterns import Pattern, lowest, lowest_of_m
 
 # Elements of a batch of small systems; their factors take as much again. 0.5 GB fills a GPU, a CPU wants to stay small.
 _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}

@@ -8,7 +8,7 @@ scores 0, so its weights go first. Counts are floor(s*N) an output, ties include
 from __future__ import annotations
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
-from qprecon.llm.patterns import Pattern, select_mask
+from qprecon.llm.masks.patterns import Pattern, select_mask
 
 
 def select(layer: LayerData, pattern: Pattern, *, group: str = "output") -> Selection:

@@ -1,0 +1,322 @@
+"""What every decoder block of a model is called with, recorded in one pass that computes no block.
+
+While recording, a block's forward returns its input, so the model prepares masks, position embeddings and whatever
+else its blocks are given (each block its own: Gemma 3 alternates between two of each), and nothing is spent on blocks.
+Before that, eight tokens tell what classes of blocks return and whether the model's blocks can be replayed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.memory import choose_store, stored
+from qprecon.llm.calibration.replay import (
+    Call,
+    FromBlock,
+    ReplayCheck,
+    Turns,
+    Unknown,
+    marked,
+    run_block,
+    same_tensor,
+    split_call,
+    unknown,
+)
+from qprecon.llm.model.blocks import Block, no_other_stack
+
+_PROBE_TOKENS = 8
+_SCALARS = (bool, int, float, str)
+
+
+@dataclass
+class BlockInputs:
+    """Inputs of one block, sample by sample, and the other arguments of all blocks. A sample is a window, or a few of them.
+
+    `hidden[s]` is the input of sample s, (B, T, D) in the model's dtype, on the store device (pinned if that is the host's memory
+    and blocks run on a GPU); at first that of block 0. `calls[b][s]` are the other arguments of block b; what is equal between
+    samples is one object. `names[s]` says which windows sample s holds. `borrowing`: a block was given what another returned
+    beside its hidden state, and fails if it uses that.
+    """
+
+    hidden: list[torch.Tensor]
+    calls: list[list[Call]]
+    device: torch.device
+    store: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    names: list[str] = field(default_factory=list)
+    borrowing: bool = False
+    advanced: dict[int, int] = field(default_factory=dict)  # sample -> the last block that it went through
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.hidden)
+
+    def run(self, block: nn.Module, index: int, sample: int) -> torch.Tensor:
+        """The output hidden state of `block` (the block of that `index`) for the stored input of `sample`."""
+        return run_block(block, self.hidden[sample].to(self.device, non_blocking=True), self.calls[index][sample])
+
+    def advance(self, block: nn.Module, index: int) -> None:
+        """Replace every input by the block's output, that is, by the input of the next block.
+
+        After an exception on the way (memory ran out), a second call goes on with the samples that are left.
+        """
+        with torch.no_grad():
+            for sample in range(self.n_samples):
+                if self.advanced.get(sample) != index:
+                    self.hidden[sample] = stored(self.run(block, index, sample), self.store, self.hidden[sample])
+                    self.advanced[sample] = index
+
+    def to_host(self) -> bool:
+        """Move the inputs to the host's memory; False if they are there."""
+        if self.store.type == "cpu":
+            return False
+        self.store = torch.device("cpu")
+        for sample, hidden in enumerate(self.hidden):
+            self.hidden[sample] = stored(hidden, self.store)
+        return True
+
+
+def capture_inputs(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    samples: Sequence[torch.Tensor],
+    *,
+    device: torch.device | str | None = None,
+    store: torch.device | str | None = None,
+    batch: int = 1,
+    on_sample: Callable[[], None] = lambda: None,
+) -> BlockInputs:
+    """The inputs of all `blocks` for every sample, a (T,) or (1, T) tensor of token numbers.
+
+    With `batch` > 1 neighbours of one length go through the blocks together: small models are then not bound by launches.
+
+    Arguments of blocks go to `device`, where the blocks will run, the model's own unless given; hidden states are kept on
+    `store`, by default wherever `choose_store` says. The model is left as it was found, also after an exception.
+
+    Raises ValueError, naming the block or the list of blocks, for a model that cannot be replayed block by block. Where all
+    blocks are loaded, a replay of eight tokens is compared with the model's own pass as well.
+    """
+    device = torch.device(device or next(model.parameters()).device)
+    decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
+    run = partial(_captured, decoder, blocks, samples, device, store, batch, on_sample)
+    try:
+        with _moved(decoder, blocks, device):
+            return run()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    return run()
+
+
+def _captured(
+    decoder: nn.Module, blocks: Sequence[Block], samples: Sequence[torch.Tensor], device: torch.device, store: Any, batch: int,
+    on_sample: Callable[[], None],
+) -> BlockInputs:  # fmt: skip
+    """`capture_inputs` with the decoder where it is."""
+    home = next(decoder.parameters()).device
+    store = None if store in (None, "auto") else torch.device(store)
+    recorder = _Recorder(decoder, blocks, device, store, sum(sample.numel() for sample in samples))
+    batches, names = _batched([sample.reshape(1, -1) for sample in samples], batch)
+    short = batches[0][:1, :_PROBE_TOKENS].to(home)
+    with evaluation_mode(decoder), torch.no_grad():
+        with _replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
+            decoder(input_ids=short, use_cache=False)
+        if not any(parameter.is_meta for block in blocks for parameter in block.module.parameters()):
+            _check_replay(decoder, blocks, short, recorder.containers)
+        with _replaced_forwards(blocks, recorder.record):
+            for numbers in batches:
+                with recorder.sample():
+                    decoder(input_ids=numbers.to(home), use_cache=False)
+                on_sample()
+    return BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, names, recorder.borrowing)
+
+
+def _check_replay(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tensor, containers: dict) -> None:
+    """ValueError where a replay of the few tokens `short`, (1, T), is not what the model computes for them."""
+    recorder = _Recorder(decoder, blocks, short.device, short.device, short.numel())
+    recorder.containers = containers
+    with _replaced_forwards(blocks, recorder.record), recorder.sample():
+        decoder(input_ids=short, use_cache=False)
+    check = ReplayCheck(blocks, [calls[0] for calls in recorder.calls], recorder.model, _placed)
+    with _replaced_forwards(blocks, check.forward):
+        decoder(input_ids=short, use_cache=False)
+
+
+def firsts(blocks: Sequence[Block]) -> list[int]:
+    """The first block of each class."""
+    return list({type(block.module): index for index, block in reversed(list(enumerate(blocks)))}.values())
+
+
+def _moved(decoder: nn.Module, blocks: Sequence[Block], device: torch.device) -> AbstractContextManager[None]:
+    """While open, what lies outside the blocks and the first block of each class are on the device; then the same tensors again.
+
+    A host's processor takes seconds for the embeddings and the last norm of all windows.
+    """
+    probed = set(firsts(blocks))
+    away = {id(m) for index, block in enumerate(blocks) if index not in probed for m in block.module.modules()}
+    return _placed((module for module in decoder.modules() if id(module) not in away), device)
+
+
+@contextmanager
+def _placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """While open, what each of the modules holds itself is on the device; then the same tensors again."""
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    try:
+        for module in modules:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.device != device and not tensor.is_meta and id(tensor) not in before:
+                    before[id(tensor)] = tensor, tensor.data
+                    tensor.data = tensor.data.to(device)
+        yield
+    finally:
+        for tensor, data in before.values():
+            tensor.data = data
+
+
+def _batched(samples: Sequence[torch.Tensor], batch: int) -> tuple[list[torch.Tensor], list[str]]:
+    """Neighbours of one length stacked, at most `batch` at a time, and the name of each stack."""
+    batches: list[torch.Tensor] = []
+    names: list[str] = []
+    first = 0
+    while first < len(samples):
+        last = first
+        while last + 1 < min(len(samples), first + batch) and samples[last + 1].shape == samples[first].shape:
+            last += 1
+        batches.append(torch.cat(list(samples[first : last + 1])))
+        names.append(f"sample {first}" if last == first else f"samples {first} to {last}")
+        first = last + 1
+    return batches, names
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """`model.eval()`, undone on exit module by module."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _replaced_forwards(blocks: Sequence[Block], replacement: Callable) -> Iterator[None]:
+    """While open, block b's forward is `replacement(b, original forward, args, kwargs)`."""
+    found = [block.module.__dict__.get("forward") for block in blocks]
+    try:
+        for index, block in enumerate(blocks):
+            block.module.forward = _bind(replacement, index, block.module.forward)
+        yield
+    finally:
+        for block, forward in zip(blocks, found, strict=True):
+            if forward is None:
+                block.module.__dict__.pop("forward", None)
+            else:
+                block.module.forward = forward
+
+
+def _bind(replacement: Callable, index: int, original: Callable) -> Callable:
+    return lambda *args, **kwargs: replacement(index, original, args, kwargs)
+
+
+class _Recorder:
+    """Stands in for the blocks' forward functions."""
+
+    def __init__(
+        self, decoder: nn.Module, blocks: Sequence[Block], device: torch.device, store: torch.device | None, tokens: int
+    ):
+        self.model, self.blocks = type(decoder).__name__, blocks
+        self.classes = [type(block.module) for block in blocks]
+        self.containers: dict[type, tuple | None] = {}
+        self.device, self.store, self.tokens = device, store, tokens
+        self.hidden: list[torch.Tensor] = []
+        self.calls: list[list[Call]] = [[] for _ in blocks]
+        self.shared: dict[int, tuple[Any, Any]] = {}
+        self.turns = Turns(blocks, self.model)
+        self.borrowing = False
+
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """One forward pass."""
+        self.shared, self.turns = {}, Turns(self.blocks, self.model)
+        yield
+        self.turns.end()
+
+    def probe(self, index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the first block of each class to learn what it returns: a tensor (transformers 5) or a tuple (4.x)."""
+        hidden, _ = split_call(args, kwargs)
+        self.turns.take(index, hidden)
+        if self.classes[index] not in self.containers:
+            output = forward(*args, **kwargs)
+            self.containers[self.classes[index]] = None if isinstance(output, torch.Tensor) else marked(tuple(output)[1:])
+        return self._contained(index, hidden)
+
+    def record(self, index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        hidden, call = split_call(args, kwargs)
+        self.turns.take(index, hidden)
+        if index == 0:
+            if self.store is None:
+                self.store = choose_store(self.tokens * hidden.shape[-1] * hidden.element_size(), self.device)
+            # From here on a block's output goes where this is, so it is pinned if the device is a GPU.
+            pinned = self.store.type == "cpu" and self.device.type == "cuda"
+            kept = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.store, pin_memory=pinned)
+            self.hidden.append(kept.copy_(hidden))
+        calls = self.calls[index]
+        first = calls[0] if calls else None
+        args = self._share(call.args, first.args if first else None)
+        known = first.kwargs if first else {}
+        kwargs = {key: self._share(item, known.get(key)) for key, item in call.kwargs.items()}
+        if first is not None and kwargs.keys() == known.keys() and all(kwargs[key] is known[key] for key in kwargs):
+            kwargs = known
+        if first is not None and args is first.args and kwargs is first.kwargs:
+            calls.append(first)
+        else:
+            calls.append(Call(args, kwargs, call.keyword))
+        return self._contained(index, hidden)
+
+    def _contained(self, index: int, hidden: torch.Tensor) -> Any:
+        rest = self.containers[self.classes[index]]
+        return hidden if rest is None else (hidden, *rest)
+
+    def _share(self, value: Any, first: Any) -> Any:
+        """`value` on the device, or `first` (what stood in its place in the first sample) if they are equal.
+
+        One window length and no padding make masks and positions equal in all samples; they are stored once. Dicts and lists
+        are each sample's own: a block may leave something there for later ones. Within a sample,
+        blocks get the same objects, which are compared and moved once; the memory holds the object itself, so that its id
+        cannot be that of another.
+        """
+        if isinstance(value, FromBlock):
+            self.borrowing = True
+            return first if isinstance(first, Unknown) else unknown(self.blocks[self.turns.turn - 1])
+        if id(value) in self.shared:
+            return self.shared[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            moved = value.to(self.device)
+            result = first if _equal(moved, first) else moved
+        elif isinstance(value, tuple | list):
+            parts = first if isinstance(first, type(value)) and len(first) == len(value) else [None] * len(value)
+            items = [self._share(item, part) for item, part in zip(value, parts, strict=True)]
+            same = parts is first and isinstance(first, tuple) and all(a is b for a, b in zip(items, parts, strict=True))
+            result = first if same else _rebuilt(value, items)
+        elif isinstance(value, dict):
+            known = first if isinstance(first, dict) else {}
+            result = {key: self._share(item, known.get(key)) for key, item in value.items()}
+        else:
+            return first if type(value) is type(first) and isinstance(value, _SCALARS) and value == first else value
+        self.shared[id(value)] = (value, result)
+        return result
+
+
+def _rebuilt(value: tuple | list, items: list) -> tuple | list:
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _equal(a: torch.Tensor, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and not isinstance(b, Unknown) and same_tensor(a, b)

@@ -1,0 +1,105 @@
+"""What `qprecon eval` does: load a model once, measure it, and keep the results beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qprecon.llm.calibration.texts import load_texts
+from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_length
+from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity
+from qprecon.llm.model.loading import load_causal_lm, load_config
+from qprecon.llm.reporting.progress import library_bars
+
+EVALUATION_NAME = "qprecon_eval.json"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Perplexity and task scores, each None where it was not asked for."""
+
+    perplexity: PerplexityResult | None
+    tasks: Any | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON. A perplexity alone is the dictionary itself."""
+        measured = None if self.perplexity is None else dataclasses.asdict(self.perplexity)
+        if self.tasks is None:
+            return measured or {}
+        return {"perplexity": measured, "tasks": self.tasks.to_dict()}
+
+    def __str__(self) -> str:
+        return "\n".join(str(part) for part in (self.perplexity, self.tasks) if part is not None)
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    text: str | None = None,
+    tasks: str | None = None,
+    save: bool = False,
+    device: Any = None,
+    batch_size: int | None = None,
+    progress: bool | str = False,
+    perplexity_options: Mapping[str, Any] | None = None,
+    task_options: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Measure the model at `model`.
+
+    Args:
+        model: a folder or hub name.
+        text: a source of `load_texts`; None: no perplexity. tasks: names with commas; None: no tasks.
+        save: add the results to `qprecon_eval.json` in the model's folder.
+        perplexity_options, task_options: further arguments of `perplexity` and `evaluate_tasks`.
+
+    Raises ValueError where neither text nor tasks are given, or `save` where the model is no folder; and as the two do.
+    """
+    if text is None and tasks is None:
+        raise ValueError("nothing to measure: give --text, --tasks or both")
+    if save and not Path(model).is_dir():
+        raise ValueError(f"{model} is no folder here, so the results cannot be saved in it")
+    size = {} if batch_size is None else {"batch_size": batch_size}
+    check_perplexity(**size, **(perplexity_options or {}))
+    if tasks is not None:
+        # lm-eval takes seconds to import, and perplexity alone does not need it.
+        from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
+
+        check_tasks(tasks, **(task_options or {}))
+    texts = None if text is None else load_texts(text)
+    if text is not None:
+        check_length(load_config(model), (perplexity_options or {}).get("seqlen", DEFAULT_SEQLEN))
+    with library_bars(progress):
+        loaded, tokenizer = load_causal_lm(model, device=device)
+    common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
+    scores = measured = None
+    if tasks is not None:
+        scores = evaluate_tasks(loaded, tasks, **common, **(task_options or {}))
+    if texts is not None:
+        name = Path(str(text)).name
+        measured = perplexity(loaded, texts, text_name=name, **common, **(perplexity_options or {}))
+    result = Evaluation(measured, scores)
+    if save:
+        _add(Path(model) / EVALUATION_NAME, result)
+    return result
+
+
+def _add(path: Path, result: Evaluation) -> None:
+    """A measurement under the same conditions replaces the old one; others stay."""
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"format": 1, "perplexity": [], "tasks": []}
+    if result.perplexity is not None:
+        row = dataclasses.asdict(result.perplexity)
+        same = ("text", "seqlen", "bos", "windows")
+        saved["perplexity"] = [old for old in saved["perplexity"] if any(old[k] != row[k] for k in same)] + [row]
+    if result.tasks is not None:
+        facts = result.tasks.to_dict()
+        rows = [{**score, "source": facts["source"], "limit": facts["limit"]} for score in facts["scores"]]
+        new = {(row["task"], row["source"], row["limit"]) for row in rows}
+        saved["tasks"] = [old for old in saved["tasks"] if (old["task"], old["source"], old["limit"]) not in new] + rows
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,188 @@
+"""Perplexity over non-overlapping windows, with what makes the number comparable beside it."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qprecon._options import is_whole
+from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
+from qprecon.llm.model.dtypes import as_dtype
+from qprecon.llm.model.loading import check_unwrapped, load_causal_lm, load_config
+from qprecon.llm.reporting.progress import progress_bar
+
+# Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
+_CHUNK_ENTRIES = 1 << 24
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """A perplexity and the conditions under which it was measured.
+
+    value: exp of the mean negative log-likelihood (natural logarithm) over all targets; float(result) gives it.
+    windows, seqlen: how many windows of how many tokens; targets: seqlen - 1 predicted tokens in each.
+    tokens_read: what the text held, before cutting and before `max_windows`.
+    bos: "each", "first" or "none".
+    text: the text's name.
+    seconds: wall clock of the model's forward passes.
+    """
+
+    value: float
+    windows: int
+    targets: int
+    tokens_read: int
+    seqlen: int
+    bos: str
+    text: str
+    seconds: float
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __str__(self) -> str:
+        return (
+            f"perplexity {self.value:.3f} on {self.text} ({self.windows:,} windows of {self.seqlen:,} tokens, "
+            f"{self.windows * self.seqlen:,} of {self.tokens_read:,}; BOS: {self.bos}; {self.seconds:.1f} s)"
+        )
+
+
+def perplexity(
+    model: Any,
+    tokens_or_text: Any,
+    *,
+    tokenizer: Any = None,
+    seqlen: int = DEFAULT_SEQLEN,
+    bos: str = "auto",
+    batch_size: int = 1,
+    device: str | torch.device | None = None,
+    autocast: str | torch.dtype | None = None,
+    max_windows: int | None = None,
+    text_name: str | None = None,
+    progress: bool | str = False,
+) -> PerplexityResult:
+    r"""Measure a causal language model's perplexity.
+
+    The text (several are joined with "\n\n", as WikiText-2's published numbers do) is cut into non-overlapping
+    windows of `seqlen` tokens and a rest is dropped. Each window is scored by itself: `seqlen` - 1 targets, the log
+    softmax in float32, the sum in float64.
+
+    Args:
+        model: a transformers causal LM, or the path or name of one. Its train/eval mode is put back afterwards.
+        tokens_or_text: a string, a list of strings, an integer tensor (T,) or (S, L), or a list of such tensors.
+            Tensors are joined and cut anew. A string that is a single word or names a file is read by `load_texts`
+            (a WikiText .raw file is joined as the convention wants).
+        tokenizer: needed for text; taken from the folder if `model` is one.
+        seqlen: tokens a window, 2048 unless given.
+        bos: "none"; "first" tokenises once with what the tokenizer adds and then cuts, as the published tables do;
+            "each" begins every window with exactly one BOS, in place of its last token; "auto" is "each" if the
+            tokenizer adds a BOS of its own accord, else "none". Token ids are taken as they are, except under "each".
+        batch_size: windows a forward pass.
+        device: moves the model there first (it stays there); None leaves it, and loads a path onto a GPU if any.
+        autocast: "bfloat16" or "float16" (or the torch dtype) runs the forward pass under torch.autocast.
+        max_windows: only the first so many windows.
+        text_name: what to call the text in the result.
+        progress: on stderr: True or "bar" for a bar with the time left, "json" for lines of JSON, False or "quiet".
+
+    Raises:
+        ValueError: text shorter than one window (with the counts), a window longer than the model's positions, token
+            ids outside its vocabulary, NaN logits, or a bad argument.
+        TypeError: text or tokens of another kind.
+    """
+    check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
+    autocast = None if autocast is None else as_dtype(autocast)
+    check_unwrapped(model)
+    if isinstance(model, str | Path):
+        check_length(load_config(model), seqlen)
+        model, own_tokenizer = load_causal_lm(model, device=device)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+    elif device is not None:
+        model = model.to(device)
+    cut = cut_windows(tokens_or_text, tokenizer=tokenizer, seqlen=seqlen, bos=bos)
+    tokens = cut.tokens[:max_windows]
+    if not len(tokens):
+        raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
+    check_windows(model, list(tokens))
+    start = time.perf_counter()
+    total = _total_nll(model, tokens, batch_size, autocast, progress)
+    seconds = time.perf_counter() - start
+    targets = tokens.shape[0] * (seqlen - 1)
+    return PerplexityResult(
+        value=_exp(total / targets),
+        windows=tokens.shape[0],
+        targets=targets,
+        tokens_read=cut.tokens_read,
+        seqlen=seqlen,
+        bos=cut.bos,
+        text=text_name or _name(tokens_or_text),
+        seconds=seconds,
+    )
+
+
+def check_perplexity(
+    *, seqlen: Any = DEFAULT_SEQLEN, bos: Any = "auto", batch_size: Any = 1, autocast: Any = None, max_windows: Any = None
+) -> None:
+    """ValueError for a bad argument of `perplexity`."""
+    for name, number in (("batch_size", batch_size), ("max_windows", max_windows)):
+        if number is not None and (not is_whole(number) or number < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+    if autocast is not None:
+        as_dtype(autocast)
+    check_cut(seqlen, bos)
+
+
+@torch.inference_mode()
+def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool | str) -> float:
+    device = model.get_input_embeddings().weight.device
+    total = 0.0
+    with evaluation_mode(model), progress_bar(len(tokens), progress) as step:
+        step("perplexity", 0)
+        for index, batch in enumerate(tokens.split(batch_size)):
+            nll = _forward_nll(model, batch.to(device), autocast)
+            if math.isnan(nll):
+                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
+            total += nll
+            step("perplexity", len(batch))
+    return total
+
+
+def _forward_nll(model: Any, batch: torch.Tensor, autocast: torch.dtype | None) -> float:
+    """Its own function so that one batch's logits are gone before the next one's are made."""
+    with torch.autocast(batch.device.type, autocast) if autocast else nullcontext():
+        logits = model(input_ids=batch, use_cache=False).logits
+    return _batch_nll(logits, batch)
+
+
+def _batch_nll(logits_BLV: torch.Tensor, tokens_BL: torch.Tensor) -> float:
+    """Sum of -log p over the targets, a chunk of rows in float32 at a time."""
+    rows = max(1, _CHUNK_ENTRIES // logits_BLV.shape[-1])
+    total = torch.zeros((), dtype=torch.float64, device=logits_BLV.device)
+    for logits_LV, tokens_L in zip(logits_BLV, tokens_BL, strict=True):
+        targets = tokens_L[1:].to(logits_LV.device)
+        for chunk, wanted in zip(logits_LV[:-1].split(rows), targets.split(rows), strict=True):
+            losses = torch.nn.functional.cross_entropy(chunk.float(), wanted, reduction="none")
+            total += losses.double().sum()
+    return float(total)
+
+
+def _exp(mean_nll: float) -> float:
+    try:
+        return math.exp(mean_nll)
+    except OverflowError:
+        return math.inf
+
+
+def _name(source: Any) -> str:
+    if isinstance(source, Path):
+        return source.name
+    if isinstance(source, str):
+        return Path(source).name if len(source) < 1000 and not any(c.isspace() for c in source) else "the given text"
+    if isinstance(source, torch.Tensor) or any(isinstance(item, torch.Tensor) for item in source):
+        return "the given tokens"
+    return "the given text"

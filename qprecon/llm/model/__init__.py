@@ -1,0 +1,1 @@
+"""The model as it is given: its blocks, linear layers and experts, and how it is loaded."""

@@ -1,0 +1,98 @@
+"""The decoder blocks of a causal language model, found without a table of architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qprecon.llm.model.dtypes import FLOATS
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block: its dotted name in the model, and the module."""
+
+    name: str
+    module: nn.Module
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
+def check_weights(block: Block) -> None:
+    """ValueError, naming the tensor, for a parameter of the block that is not finite; waits for the device once."""
+    named = [(name, p) for name, p in block.module.named_parameters() if p.dtype in FLOATS and not p.is_meta]
+    if named:
+        finite = torch.stack([torch.isfinite(parameter).all() for _, parameter in named]).tolist()
+        for (name, _), sound in zip(named, finite, strict=True):
+            if not sound:
+                raise ValueError(f"{block.name}.{name} holds weights that are not finite (NaN or infinite)")
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The decoder blocks of `model`, in order.
+
+    They are the items of the longest ModuleList whose items' classes all stand in the model's `_no_split_modules` (what
+    transformers must keep on one device is exactly a block). The decoder of a multimodal model goes before its other
+    towers. Where that finds nothing, the longest outermost ModuleList is taken.
+
+    Raises ValueError if the model has no ModuleList at all.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    declared = [name for name, items in lists.items() if all(type(item).__name__ in whole for item in items)]
+    candidates = _within_decoder(model, declared) or declared or [name for name in lists if _is_outermost(name, lists)]
+    if not candidates:
+        raise ValueError(
+            f"no decoder blocks found in {type(model).__name__}: it has no ModuleList, so it does not look like a "
+            "transformers causal language model"
+        )
+    name = max(candidates, key=lambda candidate: len(lists[candidate]))
+    return [Block(f"{name}.{index}" if name else str(index), item) for index, item in enumerate(lists[name])]
+
+
+def _within_decoder(model: nn.Module, names: list[str]) -> list[str]:
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) else None
+    if not isinstance(decoder, nn.Module):
+        return []
+    inside = set(decoder.modules())
+    return [name for name in names if model.get_submodule(name) in inside]
+
+
+def _is_outermost(name: str, lists: dict[str, nn.ModuleList]) -> bool:
+    # A list inside another one is a part of a block (experts, for example), not the list of blocks.
+    return not any(name.startswith(other + ".") for other in lists if other != name)
+
+
+@contextmanager
+def no_other_stack(decoder: nn.Module, blocks: Sequence[Block]) -> Iterator[None]:
+    """ValueError, naming the list, if a linear layer in another list of blocks has been called while this was open.
+
+    Blocks of two kinds in turn, or of two stacks, would be pruned in part only. A tower that reads no text is not called.
+    """
+    inside = {id(module) for block in blocks for module in block.module.modules()}
+    called: list[str] = []
+    handles = []
+    for name, items in decoder.named_modules():
+        # A list of bare linear layers is no list of blocks: projections of embeddings, for example.
+        parts = (part for item in items for part in item.modules() if part is not item) if isinstance(items, nn.ModuleList) else ()
+        for part in parts:
+            if id(part) not in inside and (isinstance(part, nn.Linear) or is_conv1d(part)):
+                handles.append(part.register_forward_pre_hook(lambda module, args, name=name: called.append(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if called:
+        raise ValueError(
+            f"{called[0]} is a second list of blocks that {type(decoder).__name__} computes beside {blocks[0].name} and the "
+            "following ones; models with more than one cannot be pruned"
+        )

@@ -1,0 +1,1 @@
+"""The run itself: its settings and checks, the loop, and what is done to a layer."""

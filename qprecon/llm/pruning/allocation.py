@@ -1,0 +1,163 @@
+"""A sparsity for each block instead of one for all: OWL (Yin et al., arXiv 2310.05175).
+
+A block whose Wanda scores |W_ij|·‖X_i‖ hold more outliers keeps more weights. With D the share of scores above `threshold` times
+their mean, over all linears of a block together (the paper's equation 1), the kept share is D scaled linearly to [0, 2λ], shifted
+so that the mean over blocks is 1 − sparsity. The scores are those of the dense model.
+
+Departures from the original program, each deliberate: blocks with equal D get equal shares (it divides by zero there), a kept
+share is cut to 1 (it becomes a sparsity of 0.01 there), and options that leave a block nothing are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon._options import is_number
+from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.calibration.gram import collect_grams
+from qprecon.llm.calibration.memory import with_room
+from qprecon.llm.masks import LayerData, undamped_diagonal
+from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.model.loading import check_unwrapped, choose_device
+from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
+from qprecon.llm.reporting.clock import Clock
+from qprecon.llm.reporting.progress import Step
+from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+
+ALLOCATIONS = ("uniform", "owl")
+
+
+@dataclass(frozen=True)
+class Owl:
+    """OWL for an overall sparsity. lam: kept shares lie within 2·lam of one another. threshold: an outlier is above so many times
+    the mean score. The paper takes 0.08 and 5 for LLaMA at 70 %."""
+
+    overall: Pattern
+    lam: float = 0.08
+    threshold: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.overall.is_nm:
+            raise ValueError(f"OWL varies the share of zeros, so it has no use for {self.overall}; give a sparsity")
+        for name, value in self.options.items():
+            if not is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"OWL's {name} must be a number and not negative, got {value!r}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"lam": self.lam, "threshold": self.threshold}
+
+
+def owl_asked(allocation: str, options: Mapping[str, Any] | None, pattern: Any, mask: str) -> Owl | None:
+    """What `prune_model` is to do about sparsities: None for "uniform". ValueError where the arguments do not go together."""
+    if allocation not in ALLOCATIONS:
+        raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
+    if allocation == "uniform":
+        if options:
+            raise ValueError(f"allocation_options ({', '.join(options)}) need allocation='owl'")
+        return None
+    if mask == "given":
+        raise ValueError("allocation 'owl': given masks are taken as they are, so it would have no effect")
+    if isinstance(pattern, Mapping):
+        raise ValueError("allocation 'owl' needs one sparsity for all layers; the pattern gives each its own")
+    options = dict(options or {})
+    if unknown := set(options) - {"lam", "threshold"}:
+        raise ValueError(f"allocation 'owl' has no option {min(unknown)!r}; its options are lam, threshold")
+    return Owl(Pattern.parse(pattern), **options)
+
+
+def owl_plan(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, samples: Sequence[torch.Tensor], owl: Owl, store: Any,
+    clock: Clock, step: Step, notes: list[str],
+) -> Plan:  # fmt: skip
+    """`plan` with OWL's sparsity of each block: one pass through the dense model. ValueError where a block would keep nothing."""
+    shares: dict[int, float] = {}
+    step("reading inputs", 0)
+    with evaluation_mode(source.model):
+        with clock("capture"):
+            inputs = source.capture(samples, store)
+        for index, block in enumerate(plan.blocks[: plan.last + 1]):
+            views = [layer.view for layer in plan.layers[index]]
+            step(f"outliers of {block.name}", 0)
+            with source.opened(index, dense=True) as module, clock("allocate"):
+                collect = partial(collect_grams, module, views, inputs, index, keep_outputs=True)
+                grams = with_room(inputs, notes, block.name, collect)
+                inputs.hidden = grams.outputs
+                if views:
+                    layers = [LayerData(v.name, v.weights_NK(), grams.hessian(v), grams.tokens(v)) for v in views]
+                    shares[index] = outlier_share(layers, owl.threshold)
+    kept = dict(zip(shares, owl_densities(list(shares.values()), owl.overall.sparsity, owl.lam), strict=True))
+    if emptied := [index for index in kept if kept[index] == 0]:
+        name = plan.blocks[emptied[0]].name
+        raise ValueError(f"OWL with lam={owl.lam:g} at {owl.overall} would leave block {name!r} no weight: take a smaller lam")
+    layers_of = enumerate(plan.layers)
+    return replace(plan, layers=tuple(tuple(replace(l, pattern=_pattern(1 - kept[i])) for l in layers) for i, layers in layers_of))
+
+
+@torch.inference_mode(False)
+def owl_patterns(
+    model: nn.Module,
+    calibration: Any,
+    sparsity: float | str = 0.5,
+    *,
+    lam: float = 0.08,
+    threshold: float = 5.0,
+    tokenizer: Any = None,
+    nsamples: int = 128,
+    seqlen: int = 2048,
+    seed: int = 0,
+    targets: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] | None = None,
+    device: str | torch.device | None = None,
+) -> dict[str, Pattern]:
+    """OWL's sparsity of each block on its own, as a `pattern` for `prune_model`, which computes it itself with allocation="owl".
+
+    `calibration` and what follows `tokenizer` are as in `prune_model`, lam and threshold as in `Owl`. The blocks must be on
+    `device`, or on one device without it.
+
+    Returns block name -> pattern, for the blocks with a layer to prune. ValueError: an N:M pattern, a negative lam, or one so large
+    that a block would keep nothing.
+    """
+    check_unwrapped(model)
+    owl = Owl(Pattern.parse(sparsity), lam, threshold)
+    plan = plan_layers(model, owl.overall, targets, ignore)
+    samples = calibration_samples(model, calibration, tokenizer, nsamples, seqlen, seed)
+    device = next(model.parameters()).device if device is None else choose_device(device)
+    clock = Clock()
+    source = MemoryBlocks(model, plan.blocks, device, clock)
+    plan = owl_plan(source, plan, samples, owl, None, clock, lambda stage, advance, **news: None, [])
+    return {block.name: layers[0].pattern for block, layers in zip(plan.blocks, plan.layers, strict=True) if layers}
+
+
+def outlier_share(layers: Sequence[LayerData], threshold: float) -> float:
+    """The share of Wanda scores strictly above `threshold` times their mean, all layers taken together."""
+    scores = [layer.weights_NK.abs() * undamped_diagonal(layer).sqrt().unsqueeze(1) for layer in layers]
+    total = sum(score.numel() for score in scores)
+    mean = sum(float(score.sum(dtype=torch.float64)) for score in scores) / total
+    return sum(int((score > threshold * mean).sum()) for score in scores) / total
+
+
+def owl_densities(outliers: Sequence[float], sparsity: float, lam: float = 0.08) -> list[float]:
+    """The share of weights that each layer keeps. Only the differences of `outliers` matter, in any unit."""
+    if not lam >= 0:
+        raise ValueError(f"lam must not be negative, got {lam!r}")
+    if not outliers:
+        return []
+    low, high = min(outliers), max(outliers)
+    # All alike: no layer deserves more than another.
+    raised = [(value - low) / (high - low) * 2 * lam for value in outliers] if high > low else [0.0] * len(outliers)
+    mean = sum(raised) / len(raised)
+    return [min(1.0, max(0.0, value - mean + 1 - sparsity)) for value in raised]
+
+
+def _pattern(fraction: float) -> Pattern:
+    # The denominator's limit removes the rounding of the floats: three equal shares of 0.6 are 3/5 exactly.
+    return Pattern(Fraction(min(1.0, max(0.0, fraction))).limit_denominator(10**9))

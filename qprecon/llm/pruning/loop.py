@@ -1,0 +1,296 @@
+"""Prune a causal language model block by block (the paper's Algorithm 1)."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import qprecon
+from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.calibration.gram import collect_grams
+from qprecon.llm.calibration.memory import with_room
+from qprecon.llm.calibration.windows import describe_source
+from qprecon.llm.masks import get_selector
+from qprecon.llm.masks.given import load_masks
+from qprecon.llm.masks.packed import write_masks
+from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.model.loading import choose_device
+from qprecon.llm.pruning.allocation import owl_asked, owl_plan
+from qprecon.llm.pruning.half import half_precision_hint
+from qprecon.llm.pruning.measure import finished_rows
+from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.origin import Found, find_model
+from qprecon.llm.pruning.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
+from qprecon.llm.pruning.update import grouped, prune_group
+from qprecon.llm.reporting.clock import Clock
+from qprecon.llm.reporting.progress import CONTINUING, Step, library_bars, progress_bar, progress_mode, say
+from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
+from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+
+
+@torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
+def prune_model(
+    model: nn.Module | str | Path,
+    calibration: Any,
+    *,
+    sparsity: float | str = 0.5,
+    pattern: str | float | Pattern | Mapping[str, str | float | Pattern] | None = None,
+    allocation: str = "uniform",
+    allocation_options: Mapping[str, Any] | None = None,
+    mask: str = "wanda",
+    update: str = "optimal",
+    backend: str = "auto",
+    damping: float = 0.01,
+    tol: float = 1e-4,
+    tokenizer: Any = None,
+    nsamples: int = 128,
+    seqlen: int = 2048,
+    seed: int = 0,
+    targets: str | Sequence[str] | None = None,
+    ignore: str | Sequence[str] | None = None,
+    propagate: str = "pruned",
+    out: str | Path | None = None,
+    device: str | torch.device | None = None,
+    store: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    progress: bool | str = True,
+    save_masks: bool = False,
+    mask_options: Mapping[str, Any] | None = None,
+    solve_options: Mapping[str, Any] | None = None,
+    resume: bool = True,
+) -> PruneReport:
+    """Prune a model to a sparsity pattern, with optimal weights for the masks (the paper's Algorithm 1).
+
+    All linear layers of all decoder blocks are pruned; embeddings, the head and routers of experts are not.
+
+    Args:
+        model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
+            safetensors is read and written block by block and never held; where that cannot be done, the report says why.
+        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; or text, or one long tensor
+            of tokens, (T,), from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
+        sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
+            patterns to patterns (layers that match none stay dense). One of the two, not both. Given masks must hold the
+            pattern, if one is named.
+        allocation: "uniform" takes the sparsity for every block; "owl" a lower one for blocks with more outliers, the same on
+            average (`qprecon.llm.pruning.allocation`; its options are lam and threshold).
+        mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
+        update: "optimal" solves for the kept weights; "none" keeps them; "own" takes the selector's; "adam" uses Adam.
+        backend, damping, tol, solve_options: as in `qprecon.solve`; a backend's own options need its name, not "auto".
+        targets, ignore: names, globs or `re:` expressions of layers to prune or to leave (see `qprecon.llm.model.targets`).
+        propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
+        out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
+            wrote there before, which is then replaced.
+        device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
+            between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
+        dtype: of a model given by name, while it is pruned and in `out`; "auto" as stored. On a CPU "float32" can be much faster.
+        progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
+        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.masks.packed`).
+        resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
+            True the same call continues it, with the same weights as an uninterrupted run; False starts over.
+
+    Returns:
+        PruneReport, one row a layer.
+
+    Raises:
+        ValueError, TypeError, FileExistsError: bad arguments, before any calibration; an activation that is not finite; an
+            unfinished run with other settings beside `out` (the differences are named).
+        OSError: a file that cannot be written; blocks finished before are kept.
+    """
+    settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
+    clock = Clock()
+    notes: list[str] = []
+    with clock("load"):
+        progress_mode(progress)
+        if out is not None:
+            given, out = out, check_output(out)
+            if Path(given).expanduser().is_symlink():
+                notes.append(f"{given} is a link: the model is written to {out}")
+        device = choose_device(device)
+        if store not in (None, "auto"):
+            choose_device(store, "store")
+        if pattern is not None and sparsity != _SPARSITY:
+            raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
+        stated = pattern is not None or sparsity != _SPARSITY
+        pattern = sparsity if pattern is None else pattern
+        owl = owl_asked(allocation, allocation_options, pattern, mask)
+        described = _described(pattern) if stated or mask != "given" else "given"
+        settings |= {"pattern": described, "device": str(device), "allocation_options": owl and owl.options}
+        method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
+        check_choices(method, None if isinstance(pattern, Mapping) else Pattern.parse(pattern), propagate, device)
+        with library_bars(progress):
+            found = find_model(model, tokenizer, out, dtype, mask, notes)
+        plan = plan_layers(found.model, pattern, targets, ignore)
+        check_method(method, plan)
+        method = with_given_masks(method, plan, stated)
+        if out is not None and found.shards is None:
+            check_writable(found.model)
+        samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
+        source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
+    try:
+        notes += filter(None, [half_precision_hint(plan, dtype, device)])
+        say(notes, progress)
+        with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
+            if owl is not None and source.finished <= plan.last:
+                plan = owl_plan(source, plan, samples, owl, store, clock, step, notes)
+            rows, kept_on = _prune_blocks(source, plan, method, samples, propagate, store, clock, step, notes)
+        source.close()
+    finally:
+        source.stop()
+    settings |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
+    settings["calibration"] = describe_source(calibration)
+    settings["mask_options"] = {key: value for key, value in (mask_options or {}).items() if key != "masks"}
+    settings["seqlen"] = max(sample.numel() for sample in samples)
+    report = _report(source, plan, rows, settings, clock, notes)
+    if out is not None:
+        with clock("save"):
+            if found.shards is None:
+                with library_bars(progress):
+                    save_model(found.model, report, out, found.tokenizer)
+            else:
+                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
+            if save_masks:
+                write_masks(out, _stored_masks(found, plan, out))
+        report = replace(report, phase_seconds=dict(clock.seconds))
+    return report
+
+
+def _prune_blocks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], propagate: str,
+    store: Any, clock: Clock, step: Step, notes: list[str],
+) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
+    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
+    rows, dense = list(source.rows), propagate == "dense"
+    finished = sum(map(bool, plan.layers[: source.finished]))
+    errors = [row.error_stored for row in rows]
+    step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
+    if source.finished > plan.last:
+        return rows, None
+    with evaluation_mode(source.model):
+        if get_selector(method.mask).model_level:
+            with clock("learn masks"):
+                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples))
+        with clock("capture"):
+            inputs = source.capture(samples, store)
+        for index, block in enumerate(plan.blocks[: plan.last + 1]):
+            layers, views = plan.layers[index], [layer.view for layer in plan.layers[index]]
+            with source.opened(index, dense=dense) as module:
+                if dense or index >= source.finished:
+                    with clock("gram"):
+                        step(block.name, 0)
+                        collect = partial(collect_grams, module, views, inputs, index, keep_outputs=dense)
+                        grams = with_room(inputs, notes, block.name, collect)
+                if index >= source.finished:
+                    drafts = []
+                    for group in grouped(layers, grams, method):
+                        drafts += prune_group(group, grams, method)
+                        step(block.name, len(group), layer=group[-1].view.name)
+                    rows += (new := finished_rows(drafts))
+                    clock.add_rows(new)
+                    source.finish(index, new)
+                    step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
+                with clock("propagate"):
+                    if dense:
+                        inputs.hidden = grams.outputs
+                    elif index < plan.last:
+                        with_room(inputs, notes, block.name, partial(inputs.advance, module, index))
+    return rows, inputs.store
+
+
+_SPARSITY = 0.5  # the default, beside which a pattern may stand
+_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity", "resume")
+
+
+def _open_source(
+    found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
+    resume: bool, clock: Clock, notes: list[str],
+) -> MemoryBlocks | DiskBlocks:  # fmt: skip
+    if found.shards is None:
+        return MemoryBlocks(found.model, plan.blocks, device, clock)
+    fingerprint = {
+        **_versions(),
+        "model files": found.shards.identity,
+        "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
+        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
+        "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
+        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
+        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
+        "mask_options": digest(method.mask_options),
+    }
+    journal = Journal.begin(partial_folder(out), fingerprint, resume)
+    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, clock)
+    notes += [f"{file} of the earlier run is damaged and is made again" for file in journal.damaged]
+    if source.compared:
+        notes.append("the model's files have other times than before: what had been read of them was compared and is the same")
+    if source.finished:
+        notes.append(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
+    return source
+
+
+def _learn_masks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
+    return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
+
+
+def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
+    """Which stored weights are not 0, layer -> bool (N, K); read back where the model was written block by block."""
+    views = [layer.view for layers in plan.layers for layer in layers]
+    if found.shards is None:
+        return {view.name: view.weights_NK() != 0 for view in views}
+    stored = {view.name: view.stored_as for view in views}
+    return load_masks(out, names=list(stored), stored=stored)
+
+
+def _described(pattern: Any) -> Any:
+    if isinstance(pattern, Mapping):
+        return {key: str(Pattern.parse(value)) for key, value in pattern.items()}
+    return str(Pattern.parse(pattern))
+
+
+def _report(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, rows: list[LayerRow], settings: dict, clock: Clock, notes: list[str]
+) -> PruneReport:
+    zeros, total = source.zeros(rows)
+    idle = [row.name for row in rows if row.tokens == 0]
+    emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
+    notes = list(notes)
+    if not any(row.zeros for row in rows):
+        notes.append("no weight was pruned" + (": the given masks keep all" if settings["mask"] == "given" else ""))
+    if emptied:
+        notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
+    fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]
+    if fuller and settings["mask"] != "given":
+        notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
+    if idle:
+        notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
+    return PruneReport(
+        layers=tuple(rows),
+        sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),
+        model_sparsity=zeros / total,
+        parameters=total,
+        settings=settings,
+        versions=_versions(),
+        phase_seconds=dict(clock.seconds),
+        excluded=plan.excluded,
+        warnings=tuple(notes),
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "qprecon": qprecon.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,129 @@
+"""The linear layers that share a Gram matrix: choose their masks, rebuild the kept weights in one solve, store them.
+
+Shapes: N inputs, K outputs. W and masks are (N, K), H is (N, N). Layers with the same H (q, k, v; gate, up) stand side by side
+as columns, so that what depends on H only (its factor, the preconditioner's sketch) is computed once for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import qprecon
+from qprecon.llm.calibration.gram import BlockGrams
+from qprecon.llm.masks import LayerData, Selection, get_selector
+from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.model.linears import LinearView
+from qprecon.llm.pruning.measure import Draft, Seconds, draft_rows
+from qprecon.llm.pruning.method import Method
+
+if TYPE_CHECKING:
+    from qprecon.llm.pruning.plan import LayerPlan
+
+def grouped(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[list[LayerPlan]]:
+    """`layers` in groups that are solved together: those that share H if the update is "optimal", else one by one."""
+    groups: dict[Any, list[LayerPlan]] = {}
+    for layer in layers:
+        gram = grams.by_name.get(layer.view.name) if method.update == "optimal" else None
+        groups.setdefault(layer.view.name if gram is None else id(gram), []).append(layer)
+    return list(groups.values())
+
+
+def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[Draft]:
+    """Prune the layers of one group in place (the paper's Algorithm 1, inner loop); their rows, still to be fetched."""
+    clock = [time.perf_counter()]
+    views = [layer.view for layer in layers]
+    hessian_NN, tokens = grams.hessian(views[0]), grams.tokens(views[0])
+    dense_NK, selection, note = choose_masks(layers, hessian_NN, tokens, method)
+    _lap(clock, dense_NK)
+    new_NK, solution = rebuild(dense_NK, hessian_NN, selection, method, idle=tokens == 0)
+    for view, columns in parts(views):
+        view.write(new_NK[:, columns])
+    _lap(clock, dense_NK)
+    # A float32 layer holds what was computed; any other dtype rounds it.
+    exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
+    stored_NK = new_NK if exact else _beside([view.weights_NK() for view in views])
+    drafts = draft_rows(layers, hessian_NN, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
+    _lap(clock, dense_NK)
+    mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
+    return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]
+
+
+def choose_masks(
+    layers: Sequence[LayerPlan], hessian_NN: torch.Tensor, tokens: int, method: Method
+) -> tuple[torch.Tensor, Selection, str]:
+    """Dense weights and selection of all layers side by side, and a note where another rule had to be taken."""
+    weights = [layer.view.weights_NK() for layer in layers]
+    data = [LayerData(layer.view.name, part, hessian_NN, tokens) for layer, part in zip(layers, weights, strict=True)]
+    chosen = [choose_mask(item, layer.pattern, method) for item, layer in zip(data, layers, strict=True)]
+    own = [selection.weights_NK for selection, _ in chosen]
+    mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
+    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]
+
+
+def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Selection, str]:
+    """The selection for a layer, and a note where another rule than the one asked for had to be taken."""
+    if method.learned_masks is not None:
+        if layer.name not in method.learned_masks:
+            raise ValueError(f"{layer.name}: mask {method.mask!r} learned no mask for it")
+        return Selection(method.learned_masks[layer.name].to(layer.weights_NK.device, torch.bool)), ""
+    selector = get_selector(method.mask)
+    if selector.needs_hessian and layer.n_samples == 0:
+        # H = 0 scores all weights alike, so the mask would be arbitrary.
+        return get_selector("magnitude").select(layer, pattern), "no calibration token reached it: magnitude mask"
+    return selector.select(layer, pattern, **method.mask_options), ""
+
+
+def rebuild(
+    weights_NK: torch.Tensor, hessian_NN: torch.Tensor, selection: Selection, method: Method, *, idle: bool = False
+) -> tuple[torch.Tensor, qprecon.Solution | None]:
+    """New weights (N, K), float32, 0 where pruned, and the solution that they come from, if one was computed.
+
+    With "optimal", a column whose answer is worse than what it starts from keeps its start: the better of the masked
+    weights and the selector's own. An idle layer (H = 0: every weight is as good) keeps the masked weights, within the
+    solver's bounds if there are any.
+    """
+    if method.update == "none":
+        return weights_NK * selection.mask_NK, None
+    if idle:
+        return _clipped(weights_NK, method) * selection.mask_NK, None
+    if method.update == "own":
+        return selection.weights_NK, None
+    solution = qprecon.solve(
+        hessian_NN,
+        weights_NK,
+        selection.mask_NK,
+        "adam" if method.update == "adam" else method.backend,
+        damping=method.damping,
+        tol=method.tol,
+        warm_start=selection.weights_NK,
+        **method.solve_options,
+    )
+    return solution.weights.to(weights_NK.dtype), solution
+
+
+def _clipped(weights_NK: torch.Tensor, method: Method) -> torch.Tensor:
+    bounds = method.solve_options.get("lower"), method.solve_options.get("upper")
+    return weights_NK if bounds == (None, None) else weights_NK.clamp(*bounds)
+
+
+def parts(views: Sequence[LinearView]) -> Iterator[tuple[LinearView, slice]]:
+    """Each view with its columns in the matrices of the group."""
+    first = 0
+    for view in views:
+        yield view, slice(first, first + view.n_outputs)
+        first += view.n_outputs
+
+
+def _beside(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim=1)
+
+
+def _lap(clock: list[float], tensor: torch.Tensor) -> None:
+    """Let the device finish, so that the times are those of the work; a few times a group, never in an inner loop."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    clock.append(time.perf_counter())

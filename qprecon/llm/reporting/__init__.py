@@ -1,0 +1,1 @@
+"""What a run tells: progress, seconds by phase, and the report."""

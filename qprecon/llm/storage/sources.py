@@ -1,0 +1,322 @@
+"""Where the blocks come from and go to: a model in memory, or a folder read and written block by block.
+
+Both have `model`, `finished` (how many blocks an earlier run did), `rows` (theirs), `capture`, `opened`,
+`finish`, `close` and `stop`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.capture import BlockInputs, capture_inputs, firsts
+from qprecon.llm.calibration.memory import fetched, windows_together
+from qprecon.llm.model.blocks import Block, check_weights
+from qprecon.llm.reporting.clock import Clock
+from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.storage.checkpoint import Shards, stored_names
+from qprecon.llm.storage.journal import Journal, tensor_checksum
+
+
+class MemoryBlocks:
+    """The blocks of a model in memory; each visits the device."""
+
+    finished, rows = 0, ()
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, clock: Clock):
+        self.model, self.blocks, self.device, self.clock = model, blocks, device, clock
+        for block in blocks:  # all of them before the first is changed
+            check_weights(block)
+
+    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
+        together = windows_together(self.model, samples, self.device)
+        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+
+    @contextmanager
+    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
+        """While open, the block is on the device; it goes back to where it was."""
+        module = self.blocks[index].module
+        home = next(module.parameters()).device
+        if home == self.device:
+            yield module
+            return
+        with self.clock("move"):
+            module.to(self.device)
+        try:
+            yield module
+        finally:
+            with self.clock("move"):
+                module.to(home)
+
+    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
+        """Nothing to do: the block was pruned in place."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    stop = close
+
+    def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
+        """Zeros and number of all parameters."""
+        # What the rows tell is not counted again: a count takes a processor as long as reading the weights.
+        pruned: dict[str, list[LayerRow]] = {}
+        for row in rows:
+            pruned.setdefault(f"{row.name}.weight", []).append(row)
+        zeros = total = 0
+        for name, parameter in self.model.named_parameters():
+            total += parameter.numel()
+            known = pruned.get(name)
+            zeros += known[0].zeros if known else parameter.numel() - int(torch.count_nonzero(parameter))
+        return zeros, total
+
+
+class DiskBlocks:
+    """The blocks of a folder: the next one is read and the last one written while one is pruned; no more are held.
+
+    `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
+    blocks, shard b + 2 block b. What an earlier run finished is not written again.
+    """
+
+    def __init__(
+        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, clock: Clock
+    ):
+        self.model, self.shards, self.blocks, self.device = model, shards, blocks, device
+        self.journal, self.clock = journal, clock
+        self.stored = stored_names(model, shards)
+        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
+        self.reader, self.writer = ThreadPoolExecutor(1, "qprecon-read"), ThreadPoolExecutor(1, "qprecon-write")
+        # One stream a thread for good: the allocator keeps memory apart by stream.
+        streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+        self.read_stream, self.write_stream = streams
+        self.ahead: dict[tuple[int, bool], Future] = {}
+        self.behind: list[Future] = []
+        entries = [journal.entry(_key(index)) for index in range(len(blocks))]
+        self.finished = next((index for index, entry in enumerate(entries) if entry is None), len(blocks))
+        self.rows = tuple(LayerRow(**row) for entry in entries[: self.finished] for row in entry["rows"])
+        self.sums: dict[str, int] = {}  # stored name -> checksum, of what was read of the model
+        self.compared = False  # whether what an earlier run read was compared with the files, as their times are others
+        try:
+            self._check_files()
+        except BaseException:
+            self.stop()
+            raise
+        if journal.entry(_OUTSIDE) is None:
+            self.behind.append(self.writer.submit(self._copy, None))
+
+    def _check_files(self) -> None:
+        """Files with other times than those that finished blocks were read from must hold the same weights for them.
+
+        The sampled hash of the fingerprint cannot tell, and reading all finished blocks again is slow, so it is done only then.
+        ValueError, naming a tensor, where one differs.
+        """
+        if self.journal.read(_TIMES) == self.shards.modified:
+            return
+        entries = self.entries()
+        changed = next((name for entry in entries if entry for name in self._changed(entry)), None)
+        if changed is None and self.finished and entries[0] is None:  # damaged, and with it what was known
+            changed = "what is outside the blocks"
+        if changed is not None:
+            raise ValueError(
+                f"an unfinished run in {self.journal.folder} cannot be continued: the model's files were written anew, and "
+                f"{changed} is not known to be what it was. Start over with resume=False (--no-resume)"
+            )
+        self.compared = any(entries)
+        self.journal.write(_TIMES, self.shards.modified)
+
+    def _changed(self, entry: dict) -> Iterator[str]:
+        known = entry.get("source", {})
+        return (name for name in entry["names"] if known.get(name) != tensor_checksum(self.shards.read([name])[name]))
+
+    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
+        """As `capture_inputs`; the embeddings are on the device meanwhile, and the first block of each class, which is probed."""
+        inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
+        needed = {name for name, module in self.model.named_modules() if id(module) in inside}
+        outside = [name for name in self._names(None) if name.rpartition(".")[0] in needed]
+        names = [*outside, *(name for index in firsts(self.blocks) for name in self._names(index))]
+        try:
+            try:
+                _fill(self.model, self._read(self.shards, names, self.device))
+            except torch.cuda.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
+            together = windows_together(self.model, samples, self.device)
+            inputs = capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+        finally:
+            _empty(self.model)
+        if inputs.borrowing:
+            self._check_unborrowed(inputs)
+        return inputs
+
+    def _check_unborrowed(self, inputs: BlockInputs) -> None:
+        """ValueError for a block that uses what another returns beside its hidden state; reads the model once."""
+        for index, block in enumerate(self.blocks):
+            _fill(self.model, self._load(index, dense=True))
+            try:
+                with torch.no_grad():
+                    inputs.run(block.module, index, 0)
+            finally:
+                _empty(block.module)
+
+    @contextmanager
+    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
+        """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`."""
+        with self.clock("read"):
+            tensors = self._taken(index, dense)
+        if index + 1 < len(self.blocks):
+            self.ahead[index + 1, dense] = self.reader.submit(self._load, index + 1, dense)
+        if self.device.type == "cuda":
+            for tensor in tensors.values():
+                tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
+        _fill(self.model, tensors)
+        module = self.blocks[index].module
+        for part in module.modules():  # buffers that no file holds
+            part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
+        try:
+            check_weights(self.blocks[index])
+            yield module
+        finally:
+            _empty(module)
+
+    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
+        """Write the open block, in the background; an error of an earlier write comes up here."""
+        with self.clock("write"):
+            self._wait(most=1)  # memory for one block that is being written, no more
+        block = self.blocks[index]
+        tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
+        event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event))
+
+    def close(self) -> None:
+        """Copy the blocks that were not pruned, and wait until everything is on the disk."""
+        with self.clock("write"):
+            self._wait(most=0)
+            for index in range(len(self.blocks)):
+                if self.journal.entry(_key(index)) is None:
+                    self._copy(index)
+
+    def stop(self) -> None:
+        """End the threads; blocks that are finished are still written. Where none is, there is nothing to go on with."""
+        self.reader.shutdown(cancel_futures=True)
+        self.writer.shutdown()
+        nothing = not any(self.journal.read(f"{_key(index)}.json") for index in range(len(self.blocks)))
+        self.journal.close()
+        if nothing:
+            shutil.rmtree(self.journal.folder, ignore_errors=True)
+
+    def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
+        """Zeros and number of all parameters, tied ones once."""
+        entries = self.entries()
+        return sum(entry["zeros"] for entry in entries), sum(entry["parameters"] for entry in entries)
+
+    def entries(self) -> list[dict]:
+        """What the journal has of every shard, None where one is not finished."""
+        return [self.journal.entry(key) for key in (_OUTSIDE, *(_key(index) for index in range(len(self.blocks))))]
+
+    def _names(self, index: int | None) -> list[str]:
+        """Names in the model of a block's tensors; None: of those outside the blocks."""
+        if index is not None:
+            return [name for name in self.stored if name.startswith(self.blocks[index].name + ".")]
+        prefixes = tuple(block.name + "." for block in self.blocks)
+        return [name for name in self.stored if not name.startswith(prefixes)]
+
+    def _taken(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
+        pending = self.ahead.pop((index, dense), None)
+        try:
+            if pending is not None:
+                return pending.result()
+        except torch.cuda.OutOfMemoryError:  # while the block before was at its largest; now there is room
+            torch.cuda.empty_cache()
+        return self._load(index, dense)
+
+    def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
+        # A block after one that is missing may have been written too; it is pruned again, from the model's own weights.
+        entry = None if dense or index >= self.finished else self.journal.entry(_key(index))
+        shards = self.shards
+        if entry is not None:
+            shards = Shards(self.journal.folder, dict.fromkeys(entry["names"], entry["file"]), {}, {}, {})
+        with _own_stream(self.read_stream):
+            return self._read(shards, self._names(index), self.device, pinned=self.device.type == "cuda")
+
+    def _read(
+        self, shards: Shards, names: Iterable[str], device: torch.device, pinned: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Tensors by their names in the model, in the model's dtypes; copies, as those of safetensors may lie in the file.
+
+        `pinned`: through pinned memory, which the allocator keeps for the next block; kernels of other threads do not wait then.
+        """
+        names = list(names)
+        tensors = shards.read({self.stored[name] for name in names})
+        if shards is self.shards:
+            self.sums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+        if pinned:
+            tensors = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in tensors.items()}
+        moved = {key: tensor.to(device, self.dtypes[key], copy=not pinned) for key, tensor in tensors.items()}
+        return {name: moved[self.stored[name]] for name in names}
+
+    def _copy(self, index: int | None) -> None:
+        self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None)
+
+    def _write(self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any) -> None:
+        """Under their stored names; a tied tensor once. Rows go with them, for a run that continues this one."""
+        own = {self.stored[name]: tensor for name, tensor in tensors.items()}
+        with _own_stream(self.write_stream, after=event):
+            counted = [tensor for name, tensor in own.items() if name in self.parameters]
+            nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
+            own = fetched(own)
+        zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
+        number, last = 1 if index is None else index + 2, len(self.blocks) + 1
+        parameters = sum(tensor.numel() for tensor in counted)
+        sums = {name: self.sums[name] for name in own}
+        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
+        key = _OUTSIDE if index is None else _key(index)
+        self.journal.write_shard(key, f"model-{number:05d}-of-{last:05d}.safetensors", own, facts)
+
+    def _wait(self, most: int) -> None:
+        while len(self.behind) > most:
+            self.behind.pop(0).result()
+
+
+_OUTSIDE, _TIMES = "outside", "model_times.json"
+
+
+def _key(index: int) -> str:
+    return f"block-{index:05d}"
+
+
+@contextmanager
+def _own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator[None]:
+    """On a GPU: a stream beside the computation's, from an event on; on leaving, its work is done."""
+    if stream is None:
+        yield
+        return
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if own in module._parameters:
+            module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[own] = tensor
+
+
+def _empty(model: nn.Module) -> None:
+    """Parameters back to the meta device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

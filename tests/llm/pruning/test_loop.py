@@ -1,0 +1,329 @@
+"""The loop: what it computes, against plain implementations, and the awkward inputs that it must survive."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import qprecon
+from qprecon.llm import prune_model
+from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.model.linears import find_linears
+from tests.llm.families import build, tokens
+
+
+def prune(model, samples=None, **arguments):
+    arguments = {"backend": "cholesky", "progress": False} | arguments
+    return prune_model(model, tokens(6) if samples is None else samples, **arguments)
+
+
+def inputs_of(model, name, samples):
+    """The stacked inputs (rows, N) of a linear in a plain forward, float64."""
+    rows = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda m, args: rows.append(args[0].double()))
+    with torch.no_grad():
+        for sample in samples:
+            model(input_ids=sample[None])
+    handle.remove()
+    return torch.cat([r.reshape(-1, r.shape[-1]) for r in rows])
+
+
+@torch.no_grad()
+def relative_error(x, dense, new):
+    return float((x @ (new - dense).double().T).square().sum() / (x @ dense.double().T).square().sum())
+
+
+def test_optimal_weights_are_the_least_squares_solution():
+    model, samples = build("llama"), tokens(6)
+    dense = copy.deepcopy(model)
+    report = prune(model, samples, sparsity=0.5, damping=0.01)
+    for row in report.layers[:3]:  # q, k, v of block 0, whose inputs pruning does not change
+        x = inputs_of(dense, row.name, samples)
+        w, new = (source.get_submodule(row.name).weight.detach().double() for source in (dense, model))
+        h = x.T @ x
+        h += 0.01 * h.diagonal().mean() * torch.eye(len(h))
+        for k in range(len(w)):
+            kept = new[k] != 0
+            assert int(kept.sum()) == 16
+            expected = torch.linalg.solve(h[kept][:, kept], (h @ w[k])[kept])
+            torch.testing.assert_close(new[k][kept], expected, rtol=1e-3, atol=1e-4)
+        score = (w.abs() * x.square().sum(0).sqrt()).where(new != 0, torch.inf).amin(1)  # Wanda: |W| times the input's norm
+        pruned = (w.abs() * x.square().sum(0).sqrt()).where(new == 0, -torch.inf).amax(1)
+        assert (pruned <= score).all()
+        assert row.error_stored == pytest.approx(relative_error(x, w, new), rel=1e-3)
+
+
+def test_layers_with_the_same_input_are_solved_together(monkeypatch):
+    widths, solve = [], qprecon.solve
+    monkeypatch.setattr(qprecon, "solve", lambda h, w, *rest, **more: widths.append(tuple(w.shape)) or solve(h, w, *rest, **more))
+    model, samples = build("llama").bfloat16(), tokens(6)
+    dense = copy.deepcopy(model)
+    report = prune(model, samples, pattern={"q_proj": "25%", "*": "50%"}, targets="layers.0")
+    # The first is the trial before calibration; q, k and v have 32 + 16 + 16 outputs.
+    assert widths[1:] == [(32, 64), (32, 32), (32, 96), (48, 32)]
+    assert [row.reached_sparsity for row in report.layers] == [0.25] + [0.5] * 6
+    for row in report.layers[:3]:
+        x = inputs_of(dense, row.name, samples)
+        w, new = (source.get_submodule(row.name).weight.detach() for source in (dense, model))
+        masked = w * (new != 0)
+        assert row.error_stored == pytest.approx(relative_error(x, w, new), rel=1e-3)
+        assert row.error_masked == pytest.approx(relative_error(x, w, masked), rel=1e-3)
+        assert row.error_updated < row.error_masked and row.error_updated == pytest.approx(row.error_stored, rel=0.1)
+        assert row.rounding_excess == pytest.approx(row.error_stored / row.error_updated - 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_every_layer_improves_and_is_certified(family):
+    report = prune(build(family), tokens(16))
+    assert all(row.error_updated <= row.error_masked * (1 + 1e-5) for row in report.layers)
+    assert report.mean_error("error_updated") < 0.9 * report.mean_error("error_masked")
+    assert report.largest_gap <= 1e-4 and report.fallbacks == 0
+    assert all(row.reached_sparsity == 0.5 for row in report.layers)
+
+
+@pytest.mark.parametrize("propagate", ["pruned", "dense"])
+def test_what_later_blocks_are_calibrated_on(propagate):
+    model, samples = build("llama"), tokens(4)
+    dense = copy.deepcopy(model)
+    report = prune(model, samples, mask="magnitude", update="none", propagate=propagate)
+    row = next(row for row in report.layers if row.name == "model.layers.2.self_attn.q_proj")
+    weights = dense.get_submodule(row.name).weight, model.get_submodule(row.name).weight
+    errors = {
+        which: relative_error(inputs_of(source, row.name, samples), *weights)
+        for which, source in (("pruned", model), ("dense", dense))
+    }
+    assert row.error_masked == pytest.approx(errors[propagate], rel=1e-4)
+    assert abs(errors["pruned"] - errors["dense"]) > 1e-3 * errors["dense"]
+
+
+def test_own_weights_of_the_selector():
+    own, optimal = (prune(build("llama"), mask="sparsegpt", update=update, sparsity=0.6) for update in ("own", "optimal"))
+    assert all(row.relative_gap is None for row in own.layers) and own.largest_gap is None
+    # The same masks in the first layers, as nothing before them differs.
+    for a, b in zip(own.layers[:3], optimal.layers[:3], strict=True):
+        assert a.error_masked == pytest.approx(b.error_masked, rel=1e-5) and b.error_updated < a.error_updated < a.error_masked
+
+
+def test_error_of_the_mask_does_not_depend_on_bounds():
+    bounds = {"lower": -0.02, "upper": 0.02}
+    free, bounded = (prune(build("llama"), solve_options=options, backend="admm") for options in ({}, bounds))
+    for a, b in zip(free.layers[:3], bounded.layers[:3], strict=True):
+        assert b.error_masked == pytest.approx(a.error_masked, rel=1e-5) and b.error_updated > 1.1 * a.error_updated
+
+
+def test_given_masks_are_used_as_they_are():
+    model, torch_seed = build("llama"), torch.Generator().manual_seed(5)
+    masks = {
+        view.name: torch.rand(view.n_inputs, view.n_outputs, generator=torch_seed) < 0.7
+        for view in find_linears(find_blocks(model)[0]).views
+    }
+    report = prune(model, mask="given", mask_options={"masks": masks}, targets="layers.0")
+    for row in report.layers:
+        assert torch.equal(model.get_submodule(row.name).weight.T != 0, masks[row.name])
+        assert row.pattern == "given" and row.requested_sparsity == pytest.approx(row.reached_sparsity)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_learned_masks_with_optimal_weights(family):
+    model = build(family)
+    report = prune(model, tokens(8), mask="proxsparse", pattern="2:4", mask_options={"epochs": 1})
+    assert all(row.reached_sparsity == 0.5 and row.error_updated < row.error_masked for row in report.layers)
+    assert "learn masks" in report.phase_seconds
+
+
+@pytest.mark.parametrize("pattern, share", [("1:4", 0.75), ("3:4", 0.25), ("2:4", 0.5), (0.0, 0.0), ("30%", None)])
+def test_patterns(pattern, share):
+    model = build("llama")
+    report = prune(model, pattern=pattern, targets="layers.0")
+    for row in report.layers:
+        exact = int(0.3 * row.n_inputs) / row.n_inputs if share is None else share
+        assert row.reached_sparsity == exact, row
+        if ":" in str(pattern):
+            weight = model.get_submodule(row.name).weight
+            zeros = (weight.reshape(row.n_outputs, -1, 4) == 0).sum(-1)
+            assert (zeros == int(4 * share)).all()
+
+
+def test_conv1d_nm_runs_along_inputs():
+    model = build("gpt2")
+    report = prune(model, pattern="2:4", targets="attn.c_attn")
+    weight = model.transformer.h[1].attn.c_attn.weight
+    assert weight.shape == (64, 192) and (report.layers[1].n_inputs, report.layers[1].n_outputs) == (64, 192)
+    assert ((weight.T.reshape(192, 16, 4) == 0).sum(-1) == 2).all()
+
+
+def test_the_same_seed_twice_gives_identical_bits():
+    first, second = build("gemma3"), build("gemma3")
+    text = tokens(12).flatten()
+    for model in (first, second):
+        prune(model, text, nsamples=5, seqlen=24, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    other = build("gemma3")
+    prune(other, text, nsamples=5, seqlen=24, seed=4)
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def test_an_expert_without_tokens_falls_back_and_is_listed():
+    model = build("mixtral")
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = 1
+    report = prune(model, tokens(1, 2))
+    idle = [row for row in report.layers if row.tokens == 0]
+    assert idle and all("magnitude" in row.note and row.reached_sparsity == 0.5 for row in idle)
+    assert f"{len(idle)} experts got no calibration token" in report.warnings[0] and idle[0].name in report.summary()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_bounds_hold_for_experts_without_tokens_too():
+    model = build("mixtral")
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = 1
+    report = prune(model, tokens(1, 2), backend="admm", solve_options={"lower": np.float32(-0.01), "upper": 0.01})
+    assert any(row.tokens == 0 for row in report.layers)
+    pruned = {row.name for row in report.layers}
+    views = [view for block in find_blocks(model) for view in find_linears(block, model=model).views if view.name in pruned]
+    assert all(float(view.weights_NK().abs().max()) <= 0.0100001 for view in views)
+
+
+@pytest.mark.parametrize("dead", [[3], list(range(32))])
+def test_dead_inputs(dead):
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[dead] = 0
+    report = prune(model)
+    assert all(p.isfinite().all() for p in model.parameters())
+    q = next(row for row in report.layers if row.name == "model.layers.1.self_attn.q_proj")
+    assert q.reached_sparsity == 0.5 and q.relative_gap <= 1e-4
+    assert q.error_stored == 0 if len(dead) == 32 else q.error_stored > 0
+
+
+def test_eight_tokens_in_bfloat16():
+    model = build("llama").bfloat16()
+    report = prune(model, tokens(1, 8))
+    assert all(p.isfinite().all() and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(row.error_updated <= row.error_masked for row in report.layers)
+    assert any(row.error_stored != row.error_updated for row in report.layers)
+    row = max(report.layers, key=lambda row: row.error_updated)
+    assert row.rounding_excess == pytest.approx(row.error_stored / row.error_updated - 1)
+
+
+def test_a_nan_token_stops_the_run_and_leaves_the_model_usable():
+    model, samples = build("llama").train(), tokens(3)
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    samples[samples == 7] = 8
+    samples[1, 4] = 7
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: .*sample 1"):
+        prune(model, samples)
+    assert [module.training for module in model.modules()] == modes
+    assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"mask": "proxsparse", "pattern": "2:4", "mask_options": {"epochs": 1}}])
+def test_inside_inference_mode(arguments):
+    model, other = build("llama"), build("llama")
+    prune(other, **arguments)
+    with torch.inference_mode():
+        prune(model, tokens(6).clone(), **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_model_built_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = build("llama")
+    with pytest.raises(ValueError, match=r"parameters are inference tensors.*outside torch\.inference_mode"):
+        prune(model)
+
+
+@pytest.mark.parametrize("mask", ["thanos", "sparsegpt", "alps", "proxsparse"])
+def test_the_default_dtype_does_not_matter(mask):
+    model = build("mixtral" if mask == "thanos" else "llama")  # with experts that no token reaches
+    torch.set_default_dtype(torch.float64)
+    try:
+        report = prune(model, tokens(1, 4), mask=mask, pattern="2:4")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.sparsity == 0.5
+
+
+def test_the_model_is_left_as_found():
+    model = build("qwen2-moe").train()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    grads, identities = [p.requires_grad for p in model.parameters()], [id(p) for p in model.parameters()]
+    config = copy.deepcopy(model.config.to_dict())
+    prune(model, tokens(2))
+    assert all(module.training for module in model.modules())
+    assert [p.requires_grad for p in model.parameters()] == grads and [id(p) for p in model.parameters()] == identities
+    assert model.config.to_dict() == config
+    assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
+
+
+def test_a_layer_that_is_sparser_than_asked_keeps_its_zeros_under_update_none():
+    model = build("llama")
+    views = [view for block in find_blocks(model) for view in find_linears(block).views]
+    for view in views:
+        weights = view.weights_NK()
+        weights[: int(0.6 * view.n_inputs)] = 0
+        view.write(weights)
+    report = prune(model, update="none")
+    assert all(row.reached_sparsity == int(0.6 * row.n_inputs) / row.n_inputs for row in report.layers)
+    assert all(row.error_stored == 0 for row in report.layers)
+
+
+def test_a_long_context_model_gets_windows_of_2048():
+    model = build("llama")
+    model.config.max_position_embeddings = 131072
+    report = prune(model, tokens(1, 2 * 2048).flatten(), nsamples=1, targets="layers.0.self_attn.k_proj")
+    assert report.settings["seqlen"] == 2048 and report.settings["nsamples"] == 1
+    assert model.config.max_position_embeddings == 131072
+
+
+def test_only_asked_blocks_are_computed():
+    model, seen = build("llama"), []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda m, args, index=index: seen.append((index, args[0].shape[1])))
+    prune(model, tokens(2), targets="layers.1.self_attn.q_proj")
+    assert [index for index, length in seen if length == 32].count(0) == 2  # block 0 only passes on
+    assert 2 not in [index for index, length in seen if length == 32]  # but with the few tokens of the check
+
+
+def test_the_report():
+    model = build("llama")
+    report = prune(model, sparsity=0.25, solve_options={"time_limit": 1000}, seed=11)
+    data = json.loads(report.to_json())
+    assert len(data["layers"]) == 21 and data["layers"][0]["name"] == "model.layers.0.self_attn.q_proj"
+    pruned = sum(row.n_inputs * row.n_outputs for row in report.layers)
+    zeros = sum(int((p == 0).sum()) for p in model.parameters())
+    assert report.sparsity == pytest.approx(0.25) and data["model_sparsity"] == zeros / data["parameters"]
+    assert data["parameters"] == sum(p.numel() for p in model.parameters()) > pruned
+    assert data["settings"]["seed"] == report.seed == 11 and data["settings"]["pattern"] == "25%"
+    assert {"load", "capture", "gram", "mask", "update", "propagate"} <= set(data["phase_seconds"])
+    assert {"qprecon", "torch", "transformers", "python"} == set(data["versions"])
+    assert "21 layers pruned to 25.00% zeros" in report.summary()
+
+
+def test_the_progress_bar_counts_layers(capsys):
+    prune(build("llama"), tokens(2), progress=True, targets="layers.0")
+    captured = capsys.readouterr()
+    assert "7/7" in captured.err and not captured.out
+
+
+def test_zeros_beyond_what_was_asked_for_are_said():
+    model = build("llama")
+    first = prune_model(model, tokens(4), sparsity=0.5, progress=False)
+    assert not any("more zeros" in note for note in first.warnings)
+    second = prune_model(model, tokens(4), sparsity=0.25, progress=False)
+    assert second.sparsity == pytest.approx(0.5)
+    assert any("21 layers have more zeros than were asked for, first model.layers.0" in note for note in second.warnings)
+
+
+def test_a_report_prints_its_summary():
+    report = prune_model(build("llama"), tokens(4), progress=False)
+    assert str(report) == report.summary() and "21 layers pruned to 50.00% zeros" in str(report)
+    assert repr(report).startswith("PruneReport(21 layers, sparsity=0.5000, largest_gap=") and len(repr(report)) < 120
