@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from problems import Synthetic, from_file, from_fixture
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
 
 import qprecon
+from benchmarks.inputs.problems import Synthetic, from_file, from_fixture
 from qprecon import registry
 
 HERE = pathlib.Path(__file__).parent
@@ -261,7 +263,8 @@ def reference(case: Case, device: str) -> np.ndarray | None:
 def condition(case: Case, device: str) -> float:
     """κ of H + λI, rounded to two digits."""
     import torch
-    from problems import extreme_eigenvalues
+
+    from benchmarks.inputs.problems import extreme_eigenvalues
 
     low, high = extreme_eigenvalues(torch.as_tensor(case.arguments(device)["H"]), DAMPING)
     return float(f"{high / low:.2g}")
@@ -335,7 +338,7 @@ def main() -> None:
                     measure(case, setting, args.backend or list(ORDER), results, args.device, args.limit)
     rows = [row for path in FILES.values() for row in Results(path).rows]
     if args.report:
-        from backends_report import write
+        from benchmarks.tables.backends import write
 
         write(rows)
     if args.check_auto:

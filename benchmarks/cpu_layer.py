@@ -16,16 +16,19 @@ import json
 import os
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import scipy.linalg
-from backends import FIXTURES, processor
-from problems import from_file, from_fixture
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
 
 import qprecon
+from benchmarks.backends import FIXTURES, processor
+from benchmarks.inputs.problems import from_file, from_fixture
 
 DAMPING, TOL, SPARSITY = 0.01, 1e-4, 0.5
 RESULTS = pathlib.Path(__file__).parent / "results" / "cpu_layer.json"

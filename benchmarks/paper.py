@@ -41,8 +41,7 @@ import torch
 # The package of this checkout, installed or not; this file's own folder is there anyway.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paper_rows import DAMPING, DENSE, LEARNED, SCORED, Row, chosen, reference
-
+from benchmarks.inputs.paper_rows import DAMPING, DENSE, LEARNED, SCORED, Row, chosen, reference
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.texts import load_texts

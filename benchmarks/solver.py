@@ -18,15 +18,18 @@ import importlib.util
 import json
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from problems import LARGE, Real, Synthetic, extreme_eigenvalues
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
 
 import qprecon
+from benchmarks.inputs.problems import LARGE, Real, Synthetic, extreme_eigenvalues
 from qprecon.llm.masks import SELECTORS, LayerData
 from qprecon.llm.masks.patterns import Pattern
 

@@ -1,4 +1,4 @@
-"""benchmarks/paper.py and paper_tables.py on a toy: every row runs, a second run has nothing to do, tables come out."""
+"""benchmarks/paper.py and benchmarks/tables/paper.py on a toy: every row runs, a second run has nothing to do, tables come out."""
 
 import gzip
 import json
@@ -10,14 +10,14 @@ import pytest
 from .llm.evaluation.toy_tasks import write_tasks
 from .llm.toy_text import WORDS, toy_llama, toy_tokenizer, words
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("paper", "paper_rows", "paper_tables"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(ROOT))
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
     model, texts = tmp_path / "toy", tmp_path / "texts"
     toy_llama(positions=128).save_pretrained(model)
     toy_tokenizer().save_pretrained(model)
@@ -35,9 +35,9 @@ def bench(monkeypatch, tmp_path):
 
 
 def test_every_row_then_none_then_tables(bench, capsys):
-    import paper
-    import paper_rows
-    import paper_tables
+    from benchmarks import paper
+    from benchmarks.inputs import paper_rows
+    from benchmarks.tables import paper as paper_tables
 
     common, out = bench
     assert len(WORDS) == 60
@@ -69,9 +69,9 @@ def test_every_row_then_none_then_tables(bench, capsys):
 
 def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qprecon[eval]'")
-    import paper
-    import paper_rows
-    import paper_tables
+    from benchmarks import paper
+    from benchmarks.inputs import paper_rows
+    from benchmarks.tables import paper as paper_tables
 
     common, out = bench
     (tmp_path / "tasks").mkdir()
@@ -100,8 +100,8 @@ def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
 
 def test_figures(bench, tmp_path):
     pytest.importorskip("matplotlib")
-    import paper
-    import paper_tables
+    from benchmarks import paper
+    from benchmarks.tables import paper as paper_tables
 
     common, out = bench
     assert paper.main([*common, "--rows", "core,sizes"]) == 0
@@ -111,7 +111,7 @@ def test_figures(bench, tmp_path):
 
 
 def test_without_matplotlib_it_says_what_to_install(bench, monkeypatch):
-    import paper_tables
+    from benchmarks.tables import paper as paper_tables
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
@@ -119,7 +119,7 @@ def test_without_matplotlib_it_says_what_to_install(bench, monkeypatch):
 
 
 def test_reference_only_for_the_same_protocol(bench):
-    import paper_rows
+    from benchmarks.inputs import paper_rows
 
     row = {
         "model": "SmolLM2-135M", "calibration": "c4", "pattern": "60%", "mask": "sparsegpt", "update": "own", "windows": 128,

@@ -8,16 +8,16 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_the_tables_are_those_of_the_results():
-    """`python benchmarks/readme.py` rewrites them."""
-    assert subprocess.run([sys.executable, ROOT / "benchmarks" / "readme.py", "--check"]).returncode == 0
+    """`python benchmarks/tables/readme.py` rewrites them."""
+    assert subprocess.run([sys.executable, ROOT / "benchmarks" / "tables" / "readme.py", "--check"]).returncode == 0
 
 
 def test_the_check_sees_a_changed_number(tmp_path):
     """A README with another number in a table fails."""
-    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "tables").mkdir(parents=True)
     (tmp_path / "benchmarks" / "results").symlink_to(ROOT / "benchmarks" / "results")
-    script = tmp_path / "benchmarks" / "readme.py"
-    script.write_text((ROOT / "benchmarks" / "readme.py").read_text())
+    script = tmp_path / "benchmarks" / "tables" / "readme.py"
+    script.write_text((ROOT / "benchmarks" / "tables" / "readme.py").read_text())
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "performance.md").write_text((ROOT / "docs" / "performance.md").read_text())
     text = (ROOT / "README.md").read_text()

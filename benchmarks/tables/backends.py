@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 Row = dict[str, Any]
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).parents[1]
 TABLE, FIGURE = HERE / "results" / "backends.md", HERE.parent / "docs" / "figures" / "backends"
 ORDER = ("auto", "pcg", "cholesky", "admm", "mpax", "osqp", "cvxpy", "adam")
 SETTINGS = ("paper", "1e-4", "1e-6")

@@ -1,7 +1,7 @@
 """Make the small real problems that the tests use: Gram matrices and weights of a few layers of a language model.
 
-    python benchmarks/make_fixtures.py MODEL TEXT --prefix smollm2 --layer model.layers.0.self_attn.o_proj [--layer ...]
-    python benchmarks/make_fixtures.py MODEL TEXT --prefix smollm2 --layer ... --whole --out FOLDER   for benchmarks, not to commit
+    python benchmarks/inputs/make_fixtures.py MODEL TEXT --prefix smollm2 --layer model.layers.0.self_attn.o_proj [--layer ...]
+    python benchmarks/inputs/make_fixtures.py MODEL TEXT --prefix smollm2 --layer ... --whole --out FOLDER   for benchmarks
 
 MODEL is a transformers folder, TEXT a plain or gzipped text file. A layer's file holds the upper triangle of H = XᵀX (float32,
 row by row, accumulated in float64 over the tokens of all windows), ``columns`` evenly spaced columns of W (inputs by outputs) and
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("text", type=pathlib.Path)
     parser.add_argument("--layer", action="append", required=True, help="a linear layer's name in model.named_modules(); repeat")
     parser.add_argument("--prefix", required=True, help="start of the file names")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "tests" / "fixtures" / "real")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parents[2] / "tests" / "fixtures" / "real")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--columns", type=int, default=24)

@@ -1,6 +1,6 @@
 """Tables and figures of the paper's experiments, from benchmarks/results/paper_*.json.
 
-    python benchmarks/paper_tables.py
+    python benchmarks/tables/paper.py
 
 writes benchmarks/results/paper.md and docs/figures/{layer_error,calibration_size}.{svg,png}.
 
@@ -17,9 +17,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from paper_rows import DAMPING, DAMPINGS, SIZES, reference
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the benchmarks of this checkout
 
-HERE = Path(__file__).parent
+from benchmarks.inputs.paper_rows import DAMPING, DAMPINGS, SIZES, reference
+
+HERE = Path(__file__).parents[1]
 PATTERNS = ("50%", "60%", "70%", "2:4")
 METHODS = (
     ("magnitude", "none"), ("magnitude", "optimal"), ("wanda", "none"), ("wanda", "optimal"), ("sparsegpt", "own"),
@@ -365,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     tables = load(parsed.results)
     out = parsed.results / "paper.md"
-    head = "<!-- written by benchmarks/paper_tables.py from the JSON beside it; do not edit -->\n\n"
+    head = "<!-- written by benchmarks/tables/paper.py from the JSON beside it; do not edit -->\n\n"
     out.write_text(head + "\n".join(sections(table) for table in tables), encoding="utf-8")
     written = [out]
     if not parsed.no_figures:

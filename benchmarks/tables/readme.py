@@ -1,7 +1,7 @@
 """Fill the tables of the README and of the documentation's page on speed from the committed results.
 
-    python benchmarks/readme.py            (rewrites README.md and docs/performance.md)
-    python benchmarks/readme.py --check    (exits with 1 if they say something else)
+    python benchmarks/tables/readme.py            (rewrites README.md and docs/performance.md)
+    python benchmarks/tables/readme.py --check    (exits with 1 if they say something else)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 METHODS = ("qprecon pcg", "SparseGPT's update", "Thanos's update", "ADMM", "mpax", "rAPDHG, paper's calling form")
 LABELS = {
