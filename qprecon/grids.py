@@ -1,11 +1,11 @@
 """Grids that stored weights lie on: low-bit integers and floats with a scale for each column or group of inputs.
 
-A stored weight is unit · scale, where the unit is a code of the format: an integer, or a small float. A pruned weight is exactly 0 on
-every grid. Values are what a reader of the file computes: a scale is kept in ``scale_dtype``, and the product of unit and scale is
+A stored weight is unit · scale, where the unit is a code of the format: an integer, or a small float. A pruned weight is exactly
+0 on every grid. Values are what a reader of the file computes: a scale is kept in ``scale_dtype``, and the product of unit and scale is
 rounded to that dtype, as the readers of compressed-tensors files do it.
 
-Formats: int8, int4, int3, int2 (symmetric, or with zero points), fp8 (E4M3 of the OCP 8-bit specification: 4 exponent bits, 3 of mantissa, largest
-448), nvfp4 (E2M1 units in groups of 16 with E4M3 scales and one float32 scale a matrix), mxfp4 (E2M1 units in groups of 32 with
+Formats: int8, int4, int3, int2 (symmetric, or with zero points), fp8 (E4M3 of the OCP 8-bit specification: 4 exponent bits, 3 of
+mantissa, largest 448), nvfp4 (E2M1 units in groups of 16 with E4M3 scales and one float32 scale a matrix), mxfp4 (E2M1 units in groups of 32 with
 powers of two as scales; OCP Microscaling formats 1.0), and the plain dtypes bf16 and fp16, which have no scale.
 
 Shapes: N inputs, K columns, G groups of inputs.
@@ -33,7 +33,7 @@ class SmallFloat:
         xp = namespace(x)
         _, exponent = xp.frexp(x)  # |x| = m · 2^exponent with m in [½, 1)
         step = xp.ldexp(xp.ones_like(x), xp.maximum(exponent - 1, xp.full_like(exponent, self.least_exponent)) - self.mantissa)
-        return (x / step).round().clip(-self.largest / step, self.largest / step) * step
+        return ((x / step).round() * step).clip(-self.largest, self.largest)
 
 
 BF16 = SmallFloat(7, -126, 3.3895313892515355e38)
@@ -129,8 +129,8 @@ def find_grid(
 
     Args:
         grid: a name, or a ``Grid``, which is returned as it is.
-        group_size: inputs that share a scale, or None for one scale a column; "default": 128 for int4, int3 and int2, one scale a column for
-            int8 and fp8. nvfp4 (16) and mxfp4 (32) have theirs by definition.
+        group_size: inputs that share a scale, or None for one scale a column; "default": 128 for int4, int3 and int2, one scale a
+            column for int8 and fp8. nvfp4 (16) and mxfp4 (32) have theirs by definition.
         symmetric: False gives integers zero points.
         scale_dtype: "float32", "bfloat16" or "float16".
 
@@ -184,9 +184,9 @@ class Fitted:
         else:
             groups = slice(rows.start // size, -(-rows.stop // size))
             repeat = min(size, n)
-        spread = lambda x_GK: x_GK[groups] if repeat == 1 else _repeated(x_GK[groups], repeat)[:n]  # noqa: E731
-        scale_BK = spread(self.scale_GK)
-        return Rows(self.grid, scale_BK / self.whole if self.whole != 1.0 else scale_BK, None if self.zero_GK is None else spread(self.zero_GK))
+        scale_BK = _repeated(self.scale_GK[groups], repeat)[:n]
+        zero_BK = None if self.zero_GK is None else _repeated(self.zero_GK[groups], repeat)[:n]
+        return Rows(self.grid, scale_BK / self.whole if self.whole != 1.0 else scale_BK, zero_BK)
 
     def nearest(self, w_NK: Array) -> Array:
         """Each weight's nearest value on the grid, (N, K), in the dtype of ``w_NK``."""
@@ -239,7 +239,7 @@ def fit_scales(grid: Grid, w_NK: Array, shrink_GK: Array | float = 1.0) -> Fitte
     Args:
         grid: the format.
         w_NK: weights, (N, K), 0 where pruned.
-        shrink_GK: factor on the largest weight, a number or (G, K): smaller ones clip large weights and place the others more finely.
+        shrink_GK: factor on the largest weight, a number or (G, K): small ones clip large weights and place the others more finely.
     """
     n, k = w_NK.shape
     if not grid.scaled:

@@ -9,7 +9,7 @@ Nobody knows the least value for sure; what is done here never makes f larger:
 - ``feedback``: the sweep of GPTQ (Frantar et al., arXiv 2210.17323) with the mask held: each input is rounded, and the later ones
   take over its error through the inverse factor. Not monotone in f; a second place to start the descent from.
 - ``search_scales``: which share of a group's largest weight its scale stands for, by the error weighted with diag A.
-- ``refit_scales``: for fixed codes f is a parabola in each scale as well: its vertex, group after group, where that makes f smaller.
+- ``refit_scales``: for fixed codes f is a parabola in each scale as well: its vertex, group by group, where that makes f smaller.
 
 Shapes: N inputs, K columns, G groups of inputs, B inputs of a block.
 """
@@ -98,7 +98,7 @@ def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array) -> A
 
 
 def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
-    """The scales of the best of 25 shares of each group's largest weight, by Σ weight_i (w_i − q_i)², for ``w_NK`` with its zeros."""
+    """The best of 25 shares of each group's largest weight, by Σ weight_i (w_i − q_i)², for ``w_NK`` with its zeros."""
     fitted = fit_scales(grid, w_NK)
     if not grid.scaled or not w_NK.shape[0]:
         return fitted
