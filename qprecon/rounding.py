@@ -16,12 +16,16 @@ Shapes: N inputs, K columns, G groups of inputs, B inputs of a block.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import replace
+from typing import Any
 
 from .grids import Fitted, Grid, Rows, fit_scales, stored_scales
-from .interop import Array, namespace
+from .interop import Array, dtype_name, kind_of, namespace
 
-BLOCK = 128  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
+BLOCK = 64  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
+_PANEL = 8  # blocks between two updates of all of r
 _SHRINKS = 25
 _LEAST_SHRINK = 0.4
 
@@ -37,19 +41,27 @@ def descend(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Arra
         mask_NK: True = kept.
         sweeps: passes over the inputs at most; it ends early when a pass changes nothing.
     """
-    xp = namespace(q_NK)
-    q_NK, r_NK = _copy(q_NK), _copy(r_NK)
+    q_NK, r_NK, mask_NK, n = _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
+    blocks = _blocks(fitted.grid, n)
+    block = _kernel(q_NK) or _descend_block
     for _ in range(sweeps):
-        moved = False
-        for rows in _blocks(fitted.grid, len(q_NK)):
-            change_BK = _descend_block(a_NN[rows, rows], _rows_of(fitted, rows), q_NK[rows], r_NK[rows], mask_NK[rows])
-            if bool((change_BK != 0).any()):
-                moved = True
+        moved = q_NK[:0].sum()
+        # r is updated within a panel of some blocks after each, and everywhere after a panel: each update reads and writes r
+        for panel in (blocks[first : first + _PANEL] for first in range(0, len(blocks), _PANEL)):
+            start, stop = panel[0].start, panel[-1].stop
+            before_PK, local_PK = _copy(q_NK[start:stop]), _copy(r_NK[start:stop])
+            for rows in panel:
+                inside = slice(rows.start - start, rows.stop - start)
+                change_BK = block(a_NN[rows, rows], _rows_of(fitted, rows), q_NK[rows], local_PK[inside], mask_NK[rows])
                 q_NK[rows] += change_BK
-                r_NK -= a_NN[:, rows] @ change_BK
-        if not moved:
+                if rows.stop < stop:
+                    local_PK[inside.stop :] -= a_NN[rows.stop : stop, rows] @ change_BK
+            change_PK = q_NK[start:stop] - before_PK
+            r_NK -= a_NN[:, start:stop] @ change_PK
+            moved = moved + abs(change_PK).sum()
+        if not bool(moved > 0):
             break
-    return xp.where(mask_NK, q_NK, xp.zeros_like(q_NK)), r_NK
+    return q_NK, r_NK
 
 
 def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK: Array) -> Array:
@@ -148,6 +160,15 @@ def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple
     return replace(fitted, scale_GK=scale_GK), q_NK, r_NK
 
 
+def _kernel(q_NK: Array) -> Any:
+    """The block's descent as one kernel, for float32 on a GPU with Triton; None elsewhere."""
+    if kind_of(q_NK) != "torch" or q_NK.device.type != "cuda" or dtype_name(q_NK) != "float32":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("qprecon.backends._descent").descend_block
+
+
 def _blocks(grid: Grid, n: int) -> list[slice]:
     """Blocks of inputs, whole groups or parts of one."""
     size = grid.group_size
@@ -187,4 +208,9 @@ def _by_group(grid: Grid, x_NK: Array) -> Array:
 
 
 def _copy(x: Array) -> Array:
-    return x.copy() if namespace(x).__name__ == "numpy" else x.clone()
+    """A copy, row by row in memory."""
+    return x.copy() if kind_of(x) == "numpy" else x.clone(memory_format=namespace(x).contiguous_format)
+
+
+def _in_rows(x: Array) -> Array:
+    return x if kind_of(x) == "numpy" else x.contiguous()

@@ -185,6 +185,31 @@ def test_torch_gives_what_numpy_gives(name):
     assert np.allclose(tq.numpy(), q, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_kernel_gives_what_the_loop_gives(name, symmetric):
+    """On a GPU in float32: same grid, f as small as that of the loop in float64 to a per mille, at odd sizes and strides."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if not symmetric and not name.startswith("int"):
+        pytest.skip("no zero points")
+    a, w, mask, grid, best = setting(96, 37, 4, name, symmetric=symmetric, scale_dtype="bfloat16", **groups_for(name, 32))
+    on = lambda x: torch.tensor(x, dtype=torch.float32 if x.dtype == np.float64 else None, device="cuda")  # noqa: E731
+    ga, gw, gmask, gbest = on(a), on(w), on(mask.T.copy()).T, on(best)
+    fitted = fit_scales(grid, gbest)
+    start = fitted.nearest(gbest)
+    q, r = descend(ga, fitted, start, ga @ (gw - start), gmask)
+    assert torch.equal(fitted.nearest(q), q) and (q[~gmask] == 0).all()
+    assert (r - ga @ (gw - q)).abs().max() <= 1e-4 * (ga @ gw).abs().max()
+    cfitted = fit_scales(grid, best)
+    cstart = cfitted.nearest(best)
+    want, _ = descend(a, cfitted, cstart, a @ (w - cstart), mask)
+    found = objective(a, w, q.double().cpu().numpy()).sum()
+    assert found <= 1.02 * objective(a, w, want).sum() and found <= objective(a, w, cstart).sum() * (1 + 1e-6)
+
+
 def test_dead_inputs_and_empty_columns_are_left_alone():
     a, w, mask, grid, best = setting(16, 4, 7, "int4", group_size=8)
     a[3], a[:, 3] = 0.0, 0.0
