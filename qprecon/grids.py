@@ -1,8 +1,8 @@
 """Grids that stored weights lie on: low-bit integers and floats with a scale for each column or group of inputs.
 
-A stored weight is unit · scale, where the unit is a code of the format: an integer, or a small float. A pruned weight is exactly
-0 on every grid. Values are what a reader of the file computes: a scale is kept in ``scale_dtype``, and the product of unit and scale
-is rounded to that dtype, as the readers of compressed-tensors files do it.
+A stored weight is unit · scale, where the unit is a code of the format: an integer, or a small float. A pruned weight is
+exactly 0 on every grid. Values are what a reader of the file computes: a scale is kept in ``scale_dtype``, and the product of unit
+and scale is rounded to that dtype, as the readers of compressed-tensors files do it.
 
 Formats: int8, int4, int3, int2 (symmetric, or with zero points), fp8 (E4M3 of the OCP 8-bit specification: 4 exponent bits, 3 of
 mantissa, largest 448), nvfp4 (E2M1 units in groups of 16 with E4M3 scales and one float32 scale a matrix), mxfp4 (E2M1 units in
