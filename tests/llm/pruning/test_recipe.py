@@ -48,7 +48,7 @@ def test_the_documentations_table_is_made_from_them():
 
 
 def test_the_definition_loads_neither_torch_nor_transformers():
-    code = "import sys; from qprecon.llm.pruning import recipe; recipe.Recipe()\nprint({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys; from qprecon.llm.pruning import recipe as r; print(r.Recipe() and {'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -89,6 +89,7 @@ def test_what_is_asked_of_the_layers(recipe, asked, stated):
         (dict(propagate="sparse"), ("propagate", "pruned, dense")),
         (dict(allocation=None), ("allocation", "None")),
         (dict(mask=3), ("mask", "3")),
+        (dict(dtype=3), ("dtype", "3")),
         (dict(sparsity=0.6, pattern="2:4"), ("0.6", "'2:4'")),
         (dict(sparsity="0,5"), ("0,5",)),
         (dict(pattern={"mlp": "3:2"}), ("3:2",)),
