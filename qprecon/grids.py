@@ -112,8 +112,8 @@ _GRIDS = {
         Grid("int3", 3, group_size=128),
         Grid("int2", 2, group_size=128),
         Grid("fp8", 8, E4M3),
-        Grid("nvfp4", 4, E2M1, group_size=16, scale="e4m3"),
-        Grid("mxfp4", 4, E2M1, group_size=32, scale="power"),
+        Grid("nvfp4", 4, E2M1, group_size=16, scale="e4m3", scale_dtype="bfloat16"),  # the dtype in which files of it are read
+        Grid("mxfp4", 4, E2M1, group_size=32, scale="power", scale_dtype="bfloat16"),
         Grid("bf16", 16, BF16, scale="none"),
         Grid("fp16", 16, FP16, scale="none"),
     )
@@ -186,7 +186,7 @@ class Fitted:
             repeat = min(size, n)
         scale_BK = _repeated(self.scale_GK[groups], repeat)[:n]
         zero_BK = None if self.zero_GK is None else _repeated(self.zero_GK[groups], repeat)[:n]
-        return Rows(self.grid, scale_BK / self.whole if self.whole != 1.0 else scale_BK, zero_BK)
+        return Rows(self.grid, round_to_dtype(scale_BK / self.whole, "float32") if self.whole != 1.0 else scale_BK, zero_BK)
 
     def nearest(self, w_NK: Array) -> Array:
         """Each weight's nearest value on the grid, (N, K), in the dtype of ``w_NK``."""
@@ -224,8 +224,8 @@ class Rows:
         return self.values(self.units(w_BK))
 
     def values(self, units_BK: Array) -> Array:
-        """unit · scale, as a reader of the file computes it."""
-        return round_to_dtype(units_BK * self.scale_BK, self.grid.scale_dtype)
+        """unit · scale, as a reader of the file computes it: in float32, then rounded."""
+        return round_to_dtype(round_to_dtype(units_BK * self.scale_BK, "float32"), self.grid.scale_dtype)
 
     def row(self, i: int) -> Rows:
         """Row i alone, (1, K)."""
@@ -284,7 +284,7 @@ def stored_scales(grid: Grid, scale_GK: Array, whole: float | None = None) -> tu
 def round_to_dtype(x: Array, name: str) -> Array:
     """``x`` rounded to the dtype called ``name``, in its own dtype."""
     if name == "float32":
-        return cast(cast(x, "float32"), dtype_name(x))
+        return x if dtype_name(x) == "float32" else cast(cast(x, "float32"), dtype_name(x))
     return _DTYPES[name].nearest(x)
 
 
