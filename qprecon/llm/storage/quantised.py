@@ -16,7 +16,6 @@ import torch
 from qprecon.grids import Fitted, Grid
 
 
-
 def check_library() -> None:
     """ImportError, with what to install, where compressed-tensors is missing."""
     try:
