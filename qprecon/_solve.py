@@ -9,6 +9,7 @@ from . import _columns, automatic, registry
 from ._chunks import out_of_memory
 from .audit import Certificate, certificate
 from .errors import BackendBrokenError, UnsupportedError
+from .interface import Backend, System
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
 from .linalg import exact_float32, fitting_threads
 from .normalise import layer_scaling
@@ -118,7 +119,7 @@ def _set_up(
     own = problem.place.library
     library = own if own in capabilities.libraries else capabilities.libraries[0]
     ridge = problem.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
-    system = registry.System(to_library(scaling.hessian(damped_NN), library), ridge)
+    system = System(to_library(scaling.hessian(damped_NN), library), ridge)
     try:
         solve_chunk = loaded.prepare(system, loaded.options)
     except ValueError:
@@ -184,7 +185,7 @@ def _check_numbers(tol: float, time_limit: float | None) -> None:
         raise ValueError(f"time_limit must be positive seconds, got {time_limit!r}")
 
 
-def _check_capabilities(record: registry.Backend, problem: ColumnQP, dtype: str) -> None:
+def _check_capabilities(record: Backend, problem: ColumnQP, dtype: str) -> None:
     def refuse(what: str, able: Any) -> None:
         names = [name for name, other in registry.backends().items() if able(other.capabilities)]
         raise UnsupportedError(f"backend {record.name!r} cannot do {what}; these can: {', '.join(names) or 'none'}")

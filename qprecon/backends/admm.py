@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from ..interface import Chunk, RawColumns, SolveChunk, System
 from ..interop import Array, cast, dtype_name, kind_of, namespace, to_numpy
 from ..linalg import add_to_diagonal, cholesky, column_dots, solve_lower
-from ..registry import Chunk, RawColumns, SolveChunk, System
 
 _ITERATION_LIMIT = 5000
 _EVERY = 10  # iterations between two checks: each costs a product, a triangular solve and, on a GPU, a wait

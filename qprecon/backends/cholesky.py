@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
+from ..interface import Chunk, RawColumns, SolveChunk, System
 from ..interop import Array, cast, dtype_name, kind_of, namespace
-from ..registry import Chunk, RawColumns, SolveChunk, System
 
 _GPU_BATCH_BYTES = 2e9
 

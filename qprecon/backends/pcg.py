@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from ..interface import Chunk, RawColumns, SolveChunk, System
 from ..interop import Array, cast, kind_of, namespace, to_numpy
 from ..linalg import column_dots, take_columns
-from ..registry import Chunk, RawColumns, SolveChunk, System
 from . import _precondition as precondition
 from ._factor import Factor, FactorInPieces
 from ._product import Full, chosen_precision, product
