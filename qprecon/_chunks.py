@@ -22,8 +22,9 @@ def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> in
     if place.device_type == "cuda":
         import torch
 
-        free, _ = torch.cuda.mem_get_info()
-        budget = 0.6 * (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+        device = place.torch_device  # torch would ask the process's current one
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = 0.6 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
         most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
     most = max(1, min(k, most, int(budget // max(bytes_per_column, 1.0))))
     parts = -(-k // most)

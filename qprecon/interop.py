@@ -38,6 +38,13 @@ class Place:
             return "cuda" if platform == "gpu" else platform
         return "cpu" if self.device is None else self.device.type
 
+    @property
+    def torch_device(self) -> Any:
+        """The ``torch.device`` that the core computes on, where its library is torch."""
+        import torch
+
+        return self.device if self.kind == "torch" else torch.device("cuda", getattr(self.device, "local_hardware_id", 0))
+
 
 def kind_of(x: Any) -> str:
     """``"torch"``, ``"jax"`` or ``"numpy"`` (anything else that numpy can read), without importing either."""
@@ -73,8 +80,7 @@ def to_core(x: Any, place: Place) -> Array:
         x = torch.from_dlpack(x)
     elif kind == "numpy":
         x = torch.as_tensor(np.ascontiguousarray(_native(np.asarray(x))))  # torch knows neither negative strides nor swapped bytes
-    device = place.device if place.kind == "torch" else torch.device("cuda", getattr(place.device, "local_hardware_id", 0))
-    return x.detach().to(device)
+    return x.detach().to(place.torch_device)
 
 
 def _native(x: np.ndarray) -> np.ndarray:
