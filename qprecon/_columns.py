@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from . import registry
-from ._chunks import automatic_width, compose, indices_of, like, out_of_memory, release, slices, width_of, within
+from ._chunks import automatic_width, compose, indices_of, out_of_memory, release, slices, width_of, within
 from ._start import Start, find_start
 from .audit import Audit, Certificate, audit, relative_gap
 from .errors import BackendBrokenError
 from .interface import Chunk, RawColumns, SolveChunk
-from .interop import Array, as_given_back, back_to, cast, namespace, synchronize, to_library
+from .interop import Array, as_given_back, back_to, cast, like, namespace, synchronize, to_library
 from .linalg import column_dots
 from .normalise import ColumnScaling, Scaling
 from .problem import ColumnQP

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ._chunks import like
 from .audit import Audit, Certificate, audit
-from .interop import Array, cast, namespace, to_numpy
+from .interop import Array, cast, like, namespace, to_numpy
 from .linalg import column_dots
 from .problem import ColumnQP
 

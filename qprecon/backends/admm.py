@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ..interface import Chunk, RawColumns, SolveChunk, System
-from ..interop import Array, cast, dtype_name, kind_of, namespace, to_numpy
-from ..linalg import add_to_diagonal, cholesky, column_dots, solve_lower
+from ..interop import Array, cast, dtype_name, like, namespace, to_numpy
+from ..linalg import add_to_diagonal, cholesky, column_dots, identity, solve_lower
 
 _ITERATION_LIMIT = 5000
 _EVERY = 10  # iterations between two checks: each costs a product, a triangular solve and, on a GPU, a wait
@@ -76,9 +76,7 @@ class _Shared:
         factor_NN = cholesky(add_to_diagonal(self.hessian_NN, rho))
         if factor_NN is None:
             raise ValueError(f"H + {rho:g} I is not positive definite: H is clearly indefinite")
-        xp = namespace(factor_NN)
-        place = {"device": factor_NN.device} if kind_of(factor_NN) == "torch" else {}
-        half_NN = solve_lower(factor_NN, xp.eye(factor_NN.shape[0], dtype=factor_NN.dtype, **place))
+        half_NN = solve_lower(factor_NN, identity(len(factor_NN), factor_NN))
         self.rho, self.inverse_NN = rho, half_NN.T @ half_NN
 
 
@@ -111,7 +109,7 @@ def _solve(shared: _Shared, chunk: Chunk, options: Options) -> RawColumns:
         stalled = done - best_at > patience
         if expired or done >= limit or stalled:
             status[running] = "time_limit" if expired else "stalled" if stalled else "iteration_limit"
-            out_NK[:, _index(running, out_NK)] = state.z_NK
+            out_NK[:, like(running, out_NK)] = state.z_NK
             break
         steps = min(_EVERY, limit - done)
         x_NK, before_NK = _iterate(shared, state, steps, options.relaxation)
@@ -123,9 +121,9 @@ def _solve(shared: _Shared, chunk: Chunk, options: Options) -> RawColumns:
             best, best_at = worst, done
         if met_K.all() or met_K.sum() * 2 > len(met_K):
             finished, left = np.flatnonzero(met_K), np.flatnonzero(~met_K)
-            out_NK[:, _index(running[finished], out_NK)] = state.z_NK[:, _index(finished, out_NK)]
-            x_NK, before_NK = x_NK[:, _index(left, x_NK)], before_NK[:, _index(left, x_NK)]
-            state, running = state.take(_index(left, out_NK)), running[left]
+            out_NK[:, like(running[finished], out_NK)] = state.z_NK[:, like(finished, out_NK)]
+            x_NK, before_NK = x_NK[:, like(left, x_NK)], before_NK[:, like(left, x_NK)]
+            state, running = state.take(like(left, out_NK)), running[left]
         if options.adapt and len(running) and done >= next_balance:
             next_balance *= 2
             _balance(shared, state, x_NK, before_NK)
@@ -185,7 +183,3 @@ def _balance(shared: _Shared, state: _State, x_NK: Array, before_NK: Array) -> N
         return
     state.u_NK = state.u_NK * (shared.rho / rho)
     shared.set_rho(rho)
-
-
-def _index(x: np.ndarray, like: Array) -> Array:
-    return namespace(like).as_tensor(x, device=like.device) if kind_of(like) == "torch" else x
