@@ -68,7 +68,11 @@ class RawColumns:
 
 
 class SolveChunk(Protocol):
-    """What ``prepare`` returns."""
+    """What ``prepare`` returns, called for any number of chunks.
+
+    It is kept with the prepared Hessian for later solves. One that learns from chunk to chunk has a method ``fresh()`` that returns
+    it as it first was, sharing the costly parts: each solve takes a fresh one, so that no answer depends on earlier solves.
+    """
 
     def __call__(self, chunk: Chunk) -> RawColumns: ...
 

@@ -12,6 +12,7 @@ of H, so that one round mostly does.
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,8 @@ class Options:
 
 
 def prepare(system: System, options: Options) -> SolveChunk:
-    """Factorise H once for the stopping test and H + ρI for the iteration; ρ and its inverse are kept from chunk to chunk."""
-    shared = _Shared(system.hessian_NN, options.rho)
-    return lambda chunk: _solve(shared, chunk, options)
+    """Factorise H once for the stopping test and H + ρI for the iteration."""
+    return _SolveChunk(_Shared(system.hessian_NN, options.rho), options)
 
 
 def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:
@@ -78,6 +78,21 @@ class _Shared:
             raise ValueError(f"H + {rho:g} I is not positive definite: H is clearly indefinite")
         half_NN = solve_lower(factor_NN, identity(len(factor_NN), factor_NN))
         self.rho, self.inverse_NN = rho, half_NN.T @ half_NN
+
+
+@dataclass(frozen=True, eq=False)
+class _SolveChunk:
+    """ρ and its inverse go from chunk to chunk of a solve, not from solve to solve."""
+
+    shared: _Shared
+    options: Options
+
+    def __call__(self, chunk: Chunk) -> RawColumns:
+        return _solve(self.shared, chunk, self.options)
+
+    def fresh(self) -> _SolveChunk:
+        """One with the first ρ, for another solve; a change of ρ replaces the inverse and leaves the old one as it is."""
+        return _SolveChunk(copy.copy(self.shared), self.options)
 
 
 @dataclass(eq=False)
