@@ -19,7 +19,7 @@ from .audit import Audit, audit, relative_gap
 from .certificate import Certificate
 from .errors import BackendBrokenError
 from .interop import Array, as_given_back, back_to, cast, namespace, synchronize, to_library
-from .normalise import ColumnScaling, Scaling
+from .normalise import Scaling
 from .problem import ColumnQP
 from .status import Status
 
@@ -115,13 +115,14 @@ class _Work:
         first = self.reported[local] == "not run"
         self.reported[local] = raw.reported_status
         self.iterations[local] += raw.iterations
-        fresh = audit(setup.problem, setup.cert, answer_NK, compose(self.columns, local, self.weights_NK))
+        columns = compose(self.columns, local, self.weights_NK)
+        fresh = audit(setup.problem, setup.cert, answer_NK, columns)
         start, some = self.start, within(local, self.weights_NK)
         masked, began = start.masked.take(local, some), start.audit.take(local, some)
         with np.errstate(invalid="ignore"):
             lower_K = fresh.value + fresh.rounding < began.value - began.rounding
             higher_K = ~(fresh.value - fresh.rounding <= began.value + began.rounding)
-            sure_K = surely_better(setup.problem, setup.cert, answer_NK, fresh, masked, compose(self.columns, local, self.weights_NK))
+            sure_K = surely_better(setup.problem, setup.cert, answer_NK, fresh, masked, columns)
             better_K = lower_K & sure_K & (fresh.value <= self.figures.value[local])
         self._replace(setup, local, better_K, answer_NK, fresh)
         self.doubted[local] = lower_K & ~sure_K

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ._chunks import like
-from .certificate import Certificate, certificate, gamma, own_factor
+from .certificate import Certificate, gamma, own_factor
 from .interop import Array, cast, kind_of, namespace, to_numpy
 from .linalg import column_dots, column_norms, solve_lower
 from .problem import ColumnQP
@@ -60,19 +60,19 @@ class Audit:
 
     def take(self, local: np.ndarray, some: Any) -> Audit:
         """The figures of some columns, given as numpy indices and as an index of ``rho_NK``'s library."""
-        return Audit(*(getattr(self, name)[local] for name in _FIGURES), self.rho_NK[:, some])
+        return Audit(**{name: getattr(self, name)[local] for name in _FIGURES}, rho_NK=self.rho_NK[:, some])
 
     def where(self, mine_K: np.ndarray, other: Audit) -> Audit:
         """These figures where ``mine_K``, the other's elsewhere."""
         xp = namespace(self.rho_NK)
         return Audit(
-            *(np.where(mine_K, getattr(self, name), getattr(other, name)) for name in _FIGURES),
-            xp.where(like(mine_K, self.rho_NK)[None, :], self.rho_NK, other.rho_NK),
+            **{name: np.where(mine_K, getattr(self, name), getattr(other, name)) for name in _FIGURES},
+            rho_NK=xp.where(like(mine_K, self.rho_NK)[None, :], self.rho_NK, other.rho_NK),
         )
 
     def copy(self) -> Audit:
         """One whose columns can be overwritten."""
-        return Audit(*(getattr(self, name).copy() for name in _FIGURES), self.rho_NK + 0)
+        return Audit(**{name: getattr(self, name).copy() for name in _FIGURES}, rho_NK=self.rho_NK + 0)
 
     def put(self, local: np.ndarray, some: Any, fresh: Audit) -> None:
         """Write the figures of some columns to their places."""
@@ -95,7 +95,8 @@ def audit(
     figures = [
         _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify) for piece in pieces
     ]
-    return Audit(*(np.concatenate(parts) for parts in zip(*figures, strict=True)), rho_NK)
+    joined = (np.concatenate(parts) for parts in zip(*figures, strict=True))
+    return Audit(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
 
 
 def _part(columns: Any, piece: slice, k: int) -> Any:

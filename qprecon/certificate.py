@@ -6,8 +6,8 @@ Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 10.3), so by Ca
     |xᵀEx| ≤ γ (Σ √A_ii |x_i|)² ≤ γ · Σ(A_ii / T_i) · xᵀTx.
 
 With γ · Σ A_ii/T_i ≤ ¼ that is at most a quarter of xᵀTx, and A = LLᵀ + T − E ⪰ LLᵀ + ¾T. So a factorisation that goes through
-proves A positive definite, ‖L⁻¹s‖² ≥ sᵀA⁻¹s, and (Σ √A_ii |x_i|)² ≤ condition · xᵀAx with condition = 4/3 · Σ A_ii/T_i. Each of these
-is the same whatever units the inputs have: a large channel sets no scale for the others. Nothing is assumed of H.
+proves A positive definite, ‖L⁻¹s‖² ≥ sᵀA⁻¹s, and (Σ √A_ii |x_i|)² ≤ condition · xᵀAx with condition = 4/3 · Σ A_ii/T_i. Each of
+these is the same whatever units the inputs have: a large channel sets no scale for the others. Nothing is assumed of H.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def own_factor(block_II: np.ndarray) -> tuple[np.ndarray | None, float]:
 
 
 def _known_to(hessian_NN: Array) -> float:
-    """``Certificate.entry``: by the dtype, or by the bits in use where a float32 sum was widened (halving a sum of two costs one)."""
+    """``Certificate.entry``: by the dtype, or by the bits in use where float32 sums were widened (a mean of two takes one more)."""
     if dtype_name(hessian_NN) == "float32":
         return ENTRY * 2.0**-24
     bits_NN = hessian_NN.view(np.int64 if kind_of(hessian_NN) == "numpy" else namespace(hessian_NN).int64)
