@@ -7,7 +7,7 @@ from typing import Any
 
 from . import _columns, automatic, registry
 from ._chunks import out_of_memory
-from .audit import Certificate, certificate
+from .certificate import Certificate, certificate
 from .errors import BackendBrokenError, UnsupportedError
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core, to_library
 from .linalg import exact_float32, fitting_threads
