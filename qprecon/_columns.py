@@ -15,7 +15,7 @@ import numpy as np
 from . import registry
 from ._chunks import automatic_width, compose, indices_of, like, out_of_memory, release, slices, width_of, within
 from ._start import Start, find_start, surely_better
-from .audit import Audit, audit, relative_gap
+from .audit import Figures, audit
 from .certificate import Certificate
 from .errors import BackendBrokenError
 from .interop import Array, as_given_back, back_to, cast, namespace, synchronize, to_library
@@ -94,7 +94,7 @@ class _Work:
     start: Start
     columns: Any  # index of the chunk in the problem
     weights_NK: Array
-    figures: Audit
+    figures: Figures
     gap_K: np.ndarray  # relative
     reported: np.ndarray
     iterations: np.ndarray
@@ -105,13 +105,13 @@ class _Work:
     @staticmethod
     def begin(setup: Setup, start: Start, columns: Any) -> _Work:
         k = width_of(columns)
-        gap_K = relative_gap(setup.problem, start.audit, start.baseline_K, start.floor_K)
+        gap_K = start.relative_gap(setup.problem, start.audit)
         no_K = np.zeros(k, dtype=bool)
         words, none_K = np.full(k, "not run", dtype=object), np.zeros(k, dtype=np.int64)
         return _Work(start, columns, start.weights_NK, start.audit, gap_K, words, none_K, no_K, no_K.copy(), no_K.copy())
 
     def accept(self, setup: Setup, local: np.ndarray, raw: registry.RawColumns, answer_NK: Array) -> None:
-        """Audit the answers to the local columns and keep each where it is no worse than what was there."""
+        """Figures the answers to the local columns and keep each where it is no worse than what was there."""
         first = self.reported[local] == "not run"
         self.reported[local] = raw.reported_status
         self.iterations[local] += raw.iterations
@@ -137,7 +137,7 @@ class _Work:
             fresh = audit(setup.problem, setup.cert, some_NK, compose(self.columns, local, self.weights_NK))
             self._replace(setup, local, np.ones(len(local), dtype=bool), some_NK, fresh)
 
-    def _replace(self, setup: Setup, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Audit) -> None:
+    def _replace(self, setup: Setup, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Figures) -> None:
         xp, some = namespace(self.weights_NK), within(local, self.weights_NK)
         mixed_NK = xp.where(like(better_K, answer_NK)[None, :], answer_NK, self.weights_NK[:, some])
         mixed = fresh.where(better_K, self.figures.take(local, some))
@@ -148,7 +148,7 @@ class _Work:
                 self.weights_NK, self.figures = self.weights_NK + 0, self.figures.copy()
             self.weights_NK[:, some] = mixed_NK
             self.figures.put(local, some, mixed)
-        self.gap_K = relative_gap(setup.problem, self.figures, self.start.baseline_K, self.start.floor_K)
+        self.gap_K = self.start.relative_gap(setup.problem, self.figures)
 
 
 def solve_in_chunks(
@@ -300,7 +300,7 @@ def _store(setup: Setup, limits: Limits, work: _Work, out: Columns) -> None:
         getattr(out, name)[columns] = values
 
 
-def _relative_stationarity(figures: Audit, start: Start) -> np.ndarray:
+def _relative_stationarity(figures: Figures, start: Start) -> np.ndarray:
     scale_K = np.sqrt(np.maximum(start.energy_K, 0.0))
     return np.divide(figures.stationarity, scale_K, out=np.zeros_like(scale_K), where=scale_K > 0)
 

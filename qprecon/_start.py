@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._chunks import like
-from .audit import Audit, audit
+from .audit import Figures, audit, relative_gap
 from .certificate import Certificate, gamma
 from .interop import Array, cast, namespace, to_numpy
 from .linalg import column_dots, column_norms
@@ -24,13 +24,19 @@ class Start:
         masked: the figures of the masked weights.
         energy_K: scale of the objective, positive where anything is to be gained.
         floor_K: the same, less what rounding may have added to it.
+        zero_K: with a known constant, the dense weights' objective, which every value is measured from, less its rounding.
     """
 
     weights_NK: Array
-    audit: Audit
-    masked: Audit
+    audit: Figures
+    masked: Figures
     energy_K: np.ndarray
     floor_K: np.ndarray
+    zero_K: np.ndarray | None = None
+
+    def relative_gap(self, problem: ColumnQP, figures: Figures) -> np.ndarray:
+        """Gaps of the chunk's figures relative to what its optimum costs, (K,): see ``audit.relative_gap``."""
+        return relative_gap(problem, figures, self.baseline_K, self.floor_K, self.zero_K)
 
     @property
     def baseline_K(self) -> np.ndarray:
@@ -43,14 +49,38 @@ def find_start(problem: ColumnQP, cert: Certificate, dtype: str, warm_NK: Array 
     masked_NK = masked_weights(problem, dtype, columns)
     masked = audit(problem, cert, masked_NK, columns, certify=False)
     energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
+    zero_K = _zero(problem, columns)
     if warm_NK is None:
-        return Start(masked_NK, masked, masked, energy_K, floor_K)
+        return Start(masked_NK, masked, masked, energy_K, floor_K, zero_K)
     xp = namespace(masked_NK)
     warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
     warm = audit(problem, cert, warm_chunk_NK, columns, certify=False)
     better_K = surely_better(problem, cert, warm_chunk_NK, warm, masked, columns)
     weights_NK = xp.where(like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
-    return Start(weights_NK, warm.where(better_K, masked), masked, energy_K, floor_K)
+    return Start(weights_NK, warm.where(better_K, masked), masked, energy_K, floor_K, zero_K)
+
+
+def _zero(problem: ColumnQP, columns: Any) -> np.ndarray | None:
+    """``Start.zero_K``.
+
+    Raises:
+        ValueError: a constant so small that the dense weights would have a negative squared error.
+    """
+    if problem.constant_K is None:
+        return None
+    w_NK, rhs_NK = (cast(x[:, columns], "float64") for x in (problem.weights_NK, problem.rhs_NK))
+    g_NK = problem.linear("float64", columns)
+    given_K = problem.constant_K[columns]
+    zero_K = given_K - column_dots(w_NK, rhs_NK + g_NK)
+    rounding_K = 4.0 * gamma(problem.n_inputs) * (given_K + column_dots(abs(w_NK), abs(rhs_NK) + abs(g_NK)))
+    # rhs and constant are sums over tokens in the caller's arithmetic, float32 perhaps: they need not agree to float64's digits
+    if bool((zero_K < -1e-3 * given_K - rounding_K).any()):
+        worst = int(to_numpy(zero_K + 1e-3 * given_K).argmin())
+        raise ValueError(
+            f"constant is too small for rhs and H (column {worst} of those solved together): the dense weights' squared "
+            "error would be negative"
+        )
+    return to_numpy(zero_K - rounding_K)
 
 
 def masked_weights(problem: ColumnQP, dtype: str, columns: Any) -> Array:
@@ -59,7 +89,7 @@ def masked_weights(problem: ColumnQP, dtype: str, columns: Any) -> Array:
 
 
 def surely_better(
-    problem: ColumnQP, cert: Certificate, answer_NK: Array, answer: Audit, masked: Audit, columns: Any
+    problem: ColumnQP, cert: Certificate, answer_NK: Array, answer: Figures, masked: Figures, columns: Any
 ) -> np.ndarray:
     """(K,) bool: f is lower than the masked weights' whatever the rounding errors of both, and those of H's own entries.
 
@@ -95,7 +125,7 @@ def _entry_error(problem: ColumnQP, cert: Certificate, answer_NK: Array, columns
 
 
 def _energy(
-    problem: ColumnQP, cert: Certificate, masked_NK: Array, masked: Audit, columns: Any
+    problem: ColumnQP, cert: Certificate, masked_NK: Array, masked: Figures, columns: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """What a column's objective is measured in, and a lower bound of it: f(start), or with an explicit rhs, where f has no zero,
     the larger of ΔᵀAΔ + 2|gᵀΔ| and the gain of a Jacobi step.

@@ -38,7 +38,7 @@ _FIGURES = ("objective", "gap_bound", "stationarity", "violation", "value", "rou
 
 
 @dataclass(frozen=True, eq=False)
-class Audit:
+class Figures:
     """Figures of each column, (K,) float64 numpy.
 
     Attributes:
@@ -58,23 +58,23 @@ class Audit:
     mass: np.ndarray
     rho_NK: Array
 
-    def take(self, local: np.ndarray, some: Any) -> Audit:
+    def take(self, local: np.ndarray, some: Any) -> Figures:
         """The figures of some columns, given as numpy indices and as an index of ``rho_NK``'s library."""
-        return Audit(**{name: getattr(self, name)[local] for name in _FIGURES}, rho_NK=self.rho_NK[:, some])
+        return Figures(**{name: getattr(self, name)[local] for name in _FIGURES}, rho_NK=self.rho_NK[:, some])
 
-    def where(self, mine_K: np.ndarray, other: Audit) -> Audit:
+    def where(self, mine_K: np.ndarray, other: Figures) -> Figures:
         """These figures where ``mine_K``, the other's elsewhere."""
         xp = namespace(self.rho_NK)
-        return Audit(
+        return Figures(
             **{name: np.where(mine_K, getattr(self, name), getattr(other, name)) for name in _FIGURES},
             rho_NK=xp.where(like(mine_K, self.rho_NK)[None, :], self.rho_NK, other.rho_NK),
         )
 
-    def copy(self) -> Audit:
+    def copy(self) -> Figures:
         """One whose columns can be overwritten."""
-        return Audit(**{name: getattr(self, name).copy() for name in _FIGURES}, rho_NK=self.rho_NK + 0)
+        return Figures(**{name: getattr(self, name).copy() for name in _FIGURES}, rho_NK=self.rho_NK + 0)
 
-    def put(self, local: np.ndarray, some: Any, fresh: Audit) -> None:
+    def put(self, local: np.ndarray, some: Any, fresh: Figures) -> None:
         """Write the figures of some columns to their places."""
         for name in _FIGURES:
             getattr(self, name)[local] = getattr(fresh, name)
@@ -83,8 +83,8 @@ class Audit:
 
 def audit(
     problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None), *, certify: bool = True
-) -> Audit:
-    """Audit ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``.
+) -> Figures:
+    """Figures ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``.
 
     Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite.
     """
@@ -96,7 +96,7 @@ def audit(
         _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify) for piece in pieces
     ]
     joined = (np.concatenate(parts) for parts in zip(*figures, strict=True))
-    return Audit(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
+    return Figures(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
 
 
 def _part(columns: Any, piece: slice, k: int) -> Any:
@@ -125,6 +125,7 @@ def _audit_piece(
         reach_K = mass_K + cert.root_N @ abs(w_NK)  # g = b − Hw is rounded too
         rounding_K = 2.0 * error * (mass_K * reach_K + column_dots(size_NK, abs(g_NK)))
         constant_K = -column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
+        constant_K = constant_K if problem.constant_K is None else problem.constant_K[columns] + constant_K
         rho_NK = rho_NK + g_NK
     namespace(rho_NK).multiply(rho_NK, 1.0 / cert.unit, out=rho_out_NK)
     free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
@@ -163,16 +164,21 @@ def _at_most_f(cert: Certificate, gap_K: Array, value_K: Array, rounding_K: Arra
     return xp.where(value_K < -rounding_K, xp.full_like(gap_K, np.inf), gap_K)
 
 
-def relative_gap(problem: ColumnQP, figures: Audit, baseline_K: np.ndarray, scale_K: np.ndarray) -> np.ndarray:
+def relative_gap(
+    problem: ColumnQP, figures: Figures, baseline_K: np.ndarray, scale_K: np.ndarray, zero_K: np.ndarray | None = None
+) -> np.ndarray:
     """The gap bound relative to what the optimum costs, (K,).
 
-    Default rhs: gap / max(f − gap, FLOOR · f_start). Explicit rhs, where f has no natural zero: gap / max(f_start − f,
-    FLOOR · scale), the improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where the gap bound is 0.
-    ``baseline_K`` is the start's value and ``scale_K`` f_start or the scale, both less what rounding may have added to them.
+    Default rhs, or a known constant: gap / max(f − gap, FLOOR · f_start). Explicit rhs alone, where f has no natural zero:
+    gap / max(f_start − f, FLOOR · scale), the improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where
+    the gap bound is 0. ``baseline_K`` is the start's value and ``scale_K`` f_start or the scale, both less what rounding may have
+    added to them; ``zero_K`` what a known constant adds to a value, likewise.
     """
     gap_K = figures.gap_bound
     with np.errstate(invalid="ignore", divide="ignore"):
-        if problem.rhs_NK is None:
+        if zero_K is not None:
+            base_K, scale_K = figures.value - figures.rounding + zero_K - gap_K, baseline_K + zero_K
+        elif problem.rhs_NK is None:
             base_K = figures.value - figures.rounding - gap_K
         else:
             base_K = baseline_K - figures.value - figures.rounding

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from .hessian import Hessian
 from .interop import Array, cast, dtype_name, kind_of, namespace
 from .linalg import add_to_diagonal, cholesky
 from .normalise import power_of_two
-from .problem import ColumnQP
 
 UNIT = 2.0**-53  # unit roundoff of float64
 ENTRY = 32.0
@@ -59,29 +59,29 @@ class Certificate:
     dead_N: Array | None = None
 
 
-def certificate(problem: ColumnQP) -> Certificate:
+def certificate(hessian: Hessian) -> Certificate:
     """Factorise A once for a layer.
 
     Raises:
         ValueError: A has a negative eigenvalue that summing in float32 does not explain.
     """
-    diagonal_N = cast(problem.hessian_NN.diagonal(), "float64") + problem.ridge
-    n, trace = problem.n_inputs, float(diagonal_N.sum())
+    diagonal_N = cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge
+    n, trace = hessian.n_inputs, float(diagonal_N.sum())
     dead_N = diagonal_N == 0
     any_dead = bool(dead_N.any())
-    if any_dead and bool((problem.hessian_NN[dead_N] != 0).any()):
+    if any_dead and bool((hessian.hessian_NN[dead_N] != 0).any()):
         raise _indefinite("an input has a zero on the diagonal and other entries beside it")
     facts: dict[str, Any] = {
         "root_N": diagonal_N**0.5,
-        "entry": _known_to(problem.hessian_NN),
+        "entry": _known_to(hessian.hessian_NN),
         "unit": float(power_of_two(np.asarray(trace / max(n, 1)))),
         "dead_N": dead_N if any_dead else None,
     }
     if trace == 0.0:
         return Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
     fill_N = trace / n * cast(dead_N, "float64")
-    shifted = lambda by_N: cholesky(add_to_diagonal(cast(problem.hessian_NN, "float64"), fill_N + problem.ridge - by_N))  # noqa: E731
-    factor_NN, condition = factor_below(shifted, diagonal_N + fill_N, problem.ridge)
+    shifted = lambda by_N: cholesky(add_to_diagonal(cast(hessian.hessian_NN, "float64"), fill_N + hessian.ridge - by_N))  # noqa: E731
+    factor_NN, condition = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
         raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain")

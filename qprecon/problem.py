@@ -18,7 +18,6 @@ import numpy as np
 
 from .hessian import Hessian, floating
 from .interop import Array, Place, cast, dtype_name, namespace, place_of, to_core, to_numpy
-from .linalg import column_dots
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,17 +141,6 @@ class ColumnQP:
             return self
         rounded = [None if bound is None else cast(bound, dtype) for bound in (self.lower_NK, self.upper_NK)]
         return replace(self, hessian_NN=self.hessian, lower_NK=rounded[0], upper_NK=rounded[1])
-
-    def dense_loss(self, columns: Any = slice(None)) -> Array | None:
-        """f of the dense weights where a constant is known: constant − 2 rhsᵀw + wᵀHw, (K,) float64; else None.
-
-        Formed from g = rhs − Hw, that is constant − wᵀ(rhs + g); it is at least 0 but for rounding.
-        """
-        if self.constant_K is None or self.rhs_NK is None:
-            return None
-        w_NK = cast(self.weights_NK[:, columns], "float64")
-        both_NK = cast(self.rhs_NK[:, columns], "float64") + self.linear("float64", columns)
-        return self.constant_K[columns] - column_dots(w_NK, both_NK)
 
     def _check_constant(self, constant_K: Array) -> Array:
         if self.rhs_NK is None:

@@ -11,7 +11,7 @@ import pytest
 
 import qprecon
 from qprecon import Status
-from qprecon.audit import FLOOR, Audit, Certificate, audit, certificate, relative_gap
+from qprecon.audit import FLOOR, Certificate, Figures, audit, certificate, relative_gap
 
 from . import reference
 from .families import FAMILIES, Problem, real_layers, real_problem
@@ -154,9 +154,9 @@ def test_independent_oracle(name: str) -> None:
         np.testing.assert_allclose([truth.objective_K[j], solution.objective[j]], oracle, rtol=1e-7)
 
 
-def _figures(value: float, gap_bound: float, rounding: float = 0.0) -> Audit:
+def _figures(value: float, gap_bound: float, rounding: float = 0.0) -> Figures:
     one = lambda x: np.array([x])  # noqa: E731
-    return Audit(one(value), one(gap_bound), one(0.0), one(0.0), one(value), one(rounding), one(0.0), np.zeros((1, 1)))
+    return Figures(one(value), one(gap_bound), one(0.0), one(0.0), one(value), one(rounding), one(0.0), np.zeros((1, 1)))
 
 
 @pytest.mark.parametrize(
