@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from . import registry
-from ._chunks import automatic_width, compose, indices_of, like, out_of_memory, release, slices, width_of, within
+from ._chunks import automatic_width, compose, indices_of, out_of_memory, release, slices, width_of, within
 from ._start import Start, find_start, surely_better
 from .audit import Figures, audit
 from .certificate import Certificate
 from .errors import BackendBrokenError
-from .interop import Array, as_given_back, back_to, cast, namespace, synchronize, to_library
+from .interface import Chunk, RawColumns, SolveChunk
+from .interop import Array, as_given_back, back_to, cast, like, namespace, synchronize, to_library
 from .normalise import Scaling
 from .problem import ColumnQP
 from .status import Status
@@ -37,7 +38,7 @@ class Setup:
     loaded: registry.Loaded
     cert: Certificate
     scaling: Scaling
-    solve_chunk: registry.SolveChunk
+    solve_chunk: SolveChunk
     dtype: str
     library: str
 
@@ -110,8 +111,8 @@ class _Work:
         words, none_K = np.full(k, "not run", dtype=object), np.zeros(k, dtype=np.int64)
         return _Work(start, columns, start.weights_NK, start.audit, gap_K, words, none_K, no_K, no_K.copy(), no_K.copy())
 
-    def accept(self, setup: Setup, local: np.ndarray, raw: registry.RawColumns, answer_NK: Array) -> None:
-        """Figures the answers to the local columns and keep each where it is no worse than what was there."""
+    def accept(self, setup: Setup, local: np.ndarray, raw: RawColumns, answer_NK: Array) -> None:
+        """Audit the answers to the local columns and keep each where it is no worse than what was there."""
         first = self.reported[local] == "not run"
         self.reported[local] = raw.reported_status
         self.iterations[local] += raw.iterations
@@ -224,7 +225,7 @@ def _tightening(gap_K: np.ndarray, tol: float) -> float:
 
 def _run(
     setup: Setup, limits: Limits, work: _Work, local: np.ndarray, tolerance: float
-) -> tuple[registry.RawColumns, Array]:
+) -> tuple[RawColumns, Array]:
     """Hand the local columns to the backend, normalised; returns its answer in the problem's units, feasible."""
     start, weights_NK, figures = work.start, work.weights_NK, work.figures
     problem, some = setup.problem, within(local, weights_NK)
@@ -233,7 +234,7 @@ def _run(
     lib = lambda x: to_library(x, setup.library)  # noqa: E731
     scaled = lambda x: None if x is None else lib(scale.weights(cast(x[:, wanted], setup.dtype)))  # noqa: E731
     g_NK = problem.linear("float64", wanted)
-    chunk = registry.Chunk(
+    chunk = Chunk(
         weights_NK=scaled(problem.weights_NK),
         mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
         start_NK=lib(scale.weights(weights_NK[:, some])),
@@ -248,7 +249,7 @@ def _run(
         deadline=limits.deadline,
     )
     raw = setup.solve_chunk(chunk)
-    if not isinstance(raw, registry.RawColumns):
+    if not isinstance(raw, RawColumns):
         raise BackendBrokenError(f"backend {setup.loaded.record.name!r} answered with {type(raw).__name__}, not RawColumns")
     if tuple(raw.weights_NK.shape) != tuple(chunk.start_NK.shape):
         raise BackendBrokenError(
@@ -260,7 +261,7 @@ def _run(
 
 
 def _worth_another(
-    setup: Setup, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: registry.RawColumns, round_: int
+    setup: Setup, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: RawColumns, round_: int
 ) -> bool:
     """Another round helps only a backend that continues, was not stopped by a limit, and still makes progress."""
     if not failing_K.any():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _columns, automatic, registry
 from .errors import UnsupportedError
 from .hessian import as_number
+from .interface import Backend
 from .interop import Array, cast, describe_device, from_core, synchronize, to_core
 from .linalg import exact_float32, fitting_threads
 from .problem import ColumnQP
@@ -140,7 +141,7 @@ def _check_numbers(tol: float, time_limit: float | None) -> None:
         raise ValueError(f"time_limit must be positive seconds, got {time_limit!r}")
 
 
-def _check_capabilities(record: registry.Backend, problem: ColumnQP, dtype: str) -> None:
+def _check_capabilities(record: Backend, problem: ColumnQP, dtype: str) -> None:
     def refuse(what: str, able: Any) -> None:
         names = [name for name, other in registry.backends().items() if able(other.capabilities)]
         raise UnsupportedError(f"backend {record.name!r} cannot do {what}; these can: {', '.join(names) or 'none'}")

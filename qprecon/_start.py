@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ._chunks import like
 from .audit import Figures, audit, relative_gap
 from .certificate import Certificate, gamma
-from .interop import Array, cast, namespace, to_numpy
+from .interop import Array, cast, like, namespace, to_numpy
 from .linalg import column_dots, column_norms
 from .problem import ColumnQP
 

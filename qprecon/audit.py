@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ._chunks import like
 from .certificate import Certificate, gamma, own_factor
-from .interop import Array, cast, kind_of, namespace, to_numpy
-from .linalg import column_dots, column_norms, solve_lower
+from .interop import Array, cast, like, namespace, to_numpy
+from .linalg import column_dots, column_norms, masked, solve_lower
 from .problem import ColumnQP
 
 FLOOR = 1e-6
@@ -191,7 +190,7 @@ def _split(
 ) -> tuple[Array, Array]:
     """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too."""
     xp = namespace(rho_NK)
-    free_NK = xp.where(mask_NK, rho_NK, xp.zeros((), dtype=rho_NK.dtype) if xp is np else 0.0)
+    free_NK = masked(rho_NK, mask_NK)
     if not problem.has_bounds:
         return free_NK, rho_NK[:0].sum(0)
     zero_NK = price_NK = xp.zeros_like(rho_NK)
@@ -244,9 +243,7 @@ def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: Array, mask_NK:
             out_K[j] = np.inf
             continue
         out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], noise[j])
-    if kind_of(free_NK) == "torch":
-        return namespace(free_NK).as_tensor(out_K, device=free_NK.device)
-    return out_K
+    return like(out_K, free_NK)
 
 
 def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> float:

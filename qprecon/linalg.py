@@ -92,6 +92,27 @@ def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
     return out
 
 
+def identity(n: int, near: Array) -> Array:
+    """The (n, n) identity, of the kind, dtype and device of ``near``."""
+    xp = namespace(near)
+    return xp.eye(n, dtype=near.dtype) if xp is np else xp.eye(n, dtype=near.dtype, device=near.device)
+
+
+def masked(x_NK: Array, mask_NK: Array) -> Array:
+    """``x`` where the mask is True, 0 elsewhere (also where ``x`` is not finite)."""
+    xp = namespace(x_NK)
+    return xp.where(mask_NK, x_NK, xp.zeros((), dtype=x_NK.dtype) if xp is np else 0.0)
+
+
+def bfloat16_parts(x: Array, count: int) -> Iterator[Array]:
+    """A float32 tensor as a sum of bfloat16 ones, the largest first: two leave 2⁻¹⁶ of it, three nothing."""
+    for left in reversed(range(count)):
+        part = x.bfloat16()
+        yield part
+        if left:
+            x = x - part
+
+
 def frobenius_norm(a_NN: Array) -> float:
     """‖A‖_F, summed in float64."""
     if kind_of(a_NN) == "torch":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .interop import Array, cast, dtype_name, namespace, to_numpy
+from .interop import Array, cast, dtype_name, like, to_numpy
 
 
 def power_of_two(x: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ class Scaling:
         factor_K = np.ones(len(energy_K))
         if self.scale_columns:
             factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
-        return ColumnScaling(self, _as_core(factor_K, self.input_N1)[None, :])
+        return ColumnScaling(self, like(factor_K, self.input_N1)[None, :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +73,8 @@ class ColumnScaling:
         """An objective (or a difference of two), (K,) float64, to the scaled problem's."""
         return f_K / (self.layer.hessian_scale * self.column_1K[0] ** 2)
 
-    def _factor(self, like_NK: Array) -> Array:
-        dtype = dtype_name(like_NK)
+    def _factor(self, near_NK: Array) -> Array:
+        dtype = dtype_name(near_NK)
         return cast(self.layer.input_N1, dtype) * cast(self.column_1K, dtype)
 
 
@@ -89,9 +89,4 @@ def layer_scaling(kind: str, damped_NN: Array) -> Scaling:
     input_N = np.ones_like(diagonal_N)
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))
-    return Scaling(mean, _as_core(input_N, cast(damped_NN.diagonal(), "float64"))[:, None], scale_columns=kind != "none")
-
-
-def _as_core(x: np.ndarray, like: Array) -> Array:
-    xp = namespace(like)
-    return x if xp is np else xp.as_tensor(x, device=like.device)
+    return Scaling(mean, like(input_N, cast(damped_NN.diagonal(), "float64"))[:, None], scale_columns=kind != "none")

@@ -24,6 +24,7 @@ from ._solve import Request, run
 from .certificate import Certificate, certificate
 from .errors import BackendBrokenError
 from .hessian import Hessian, check_damping
+from .interface import SolveChunk, System
 from .interop import Array, Place, cast, from_core, place_of, to_core, to_library
 from .linalg import add_to_diagonal, exact_float32, fitting_threads, upper_inverse_factor
 from .normalise import Scaling, layer_scaling
@@ -38,7 +39,7 @@ class BackendSetup:
 
     loaded: registry.Loaded
     scaling: Scaling
-    solve_chunk: registry.SolveChunk
+    solve_chunk: SolveChunk
     dtype: str
     library: str
 
@@ -167,7 +168,9 @@ class PreparedHessian(Hessian):
         key = (loaded.record.name, repr(loaded.options), dtype)
         if key not in self._setups:
             self._setups[key] = self._set_up(loaded, dtype)
-        return replace(self._setups[key], loaded=loaded)
+        kept = self._setups[key]
+        fresh = getattr(kept.solve_chunk, "fresh", None)  # one that learns from chunk to chunk begins anew in each solve
+        return replace(kept, loaded=loaded, solve_chunk=fresh() if fresh else kept.solve_chunk)
 
     def release(self) -> None:
         """Drop all that was made of H."""
@@ -181,7 +184,7 @@ class PreparedHessian(Hessian):
         own = self.place.library
         library = own if own in capabilities.libraries else capabilities.libraries[0]
         ridge = self.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
-        system = registry.System(to_library(scaling.hessian(damped_NN), library), ridge)
+        system = System(to_library(scaling.hessian(damped_NN), library), ridge)
         try:
             return BackendSetup(loaded, scaling, loaded.prepare(system, loaded.options), dtype, library)
         except ValueError:

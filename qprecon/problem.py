@@ -18,6 +18,7 @@ import numpy as np
 
 from .hessian import Hessian, floating
 from .interop import Array, Place, cast, dtype_name, namespace, place_of, to_core, to_numpy
+from .linalg import masked
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +133,7 @@ class ColumnQP:
         for bound_NK, limit in ((self.lower_NK, xp.maximum), (self.upper_NK, xp.minimum)):
             if bound_NK is not None:
                 weights_NK = limit(weights_NK, cast(bound_NK[:, columns], dtype_name(weights_NK)))
-        zero = xp.zeros((), dtype=weights_NK.dtype) if xp is np else 0.0
-        return xp.where(self.mask_NK[:, columns], weights_NK, zero)
+        return masked(weights_NK, self.mask_NK[:, columns])
 
     def with_rounded_bounds(self, dtype: str) -> ColumnQP:
         """The problem with bounds in the dtype of the answer, so that an answer at its bound is not outside of it by rounding."""

@@ -34,7 +34,7 @@ def test_it_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "site" / "api" / "index.html").read_text()
-    for name in ("qprecon.solve", "qprecon.llm.prune_model", "qprecon.registry.Capabilities"):
+    for name in ("qprecon.solve", "qprecon.llm.prune_model", "qprecon.interface.Capabilities"):
         assert f'id="{name}"' in reference
     assert not re.search(r'<(script|link)[^>]+(src|href)="https?://', reference.replace('rel="canonical"', ""))
 

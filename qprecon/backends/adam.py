@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from ..interface import Chunk, RawColumns, SolveChunk, System
 from ..interop import Array, cast, dtype_name, namespace
-from ..registry import Chunk, RawColumns, SolveChunk, System
 
 _EVERY = 10  # steps between two looks at the clock
 

@@ -20,7 +20,7 @@ import numpy as np
 import osqp
 import scipy.sparse as sparse
 
-from ..registry import Chunk, RawColumns, SolveChunk, System
+from ..interface import Chunk, RawColumns, SolveChunk, System
 
 _ITERATION_LIMIT = 20_000
 _WORDS = {

@@ -10,6 +10,7 @@ import pytest
 
 import qprecon
 from qprecon import registry
+from qprecon.interface import Backend
 
 from . import reference
 from .families import FAMILIES, Problem
@@ -18,7 +19,7 @@ CPU_BACKENDS = tuple(record.name for record in registry.BUILT_IN if "cpu" in rec
 SLOW = ("adam", "cvxpy", "osqp")  # references: run on the small families only
 
 
-def require(backend: str) -> registry.Backend:
+def require(backend: str) -> Backend:
     """The record of a backend; skips if it is not installed, or fails where QPRECON_REQUIRE_ALL_BACKENDS is 1."""
     record = registry.find(backend)
     if not record.installed:

@@ -422,7 +422,7 @@ def test_available_backends() -> None:
         assert set(entry) == {"installed", "summary", "extra", "missing", "capabilities"}, name
         assert entry["installed"] == (not entry["missing"])
         assert entry["summary"]
-        assert {"bounds", "linear", "devices", "dtypes", "form"} <= set(entry["capabilities"])
+        assert {"bounds", "linear", "devices", "dtypes", "scaling"} <= set(entry["capabilities"])
         if registry.find(name).requires:
             assert entry["extra"], f"{name} needs packages, and no extra is named that brings them"
     assert [name for name in ("mpax", "osqp", "cvxpy") if not listed[name]["capabilities"]["bounds"]] == []
