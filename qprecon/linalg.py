@@ -65,6 +65,22 @@ def solve_lower(factor_NN: Array, b_NK: Array) -> Array:
     return scipy.linalg.solve_triangular(factor_NN, b_NK, lower=True, check_finite=False)
 
 
+def upper_inverse_factor(a_NN: Array) -> Array | None:
+    """U, upper triangular, with UᵀU = A⁻¹, or None where A is not positive definite numerically."""
+    if kind_of(a_NN) == "torch":
+        torch = namespace(a_NN)
+        lower_NN = cholesky(a_NN.flip(0, 1))
+        if lower_NN is None:
+            return None
+        identity_NN = torch.eye(len(a_NN), dtype=a_NN.dtype, device=a_NN.device)
+        return torch.linalg.solve_triangular(lower_NN.flip(0, 1), identity_NN, upper=True)
+    lower_NN = cholesky(a_NN[::-1, ::-1])
+    if lower_NN is None:
+        return None
+    upper_NN = np.triu(lower_NN[::-1, ::-1])
+    return scipy.linalg.solve_triangular(upper_NN, np.eye(len(a_NN), dtype=a_NN.dtype), lower=False, check_finite=False)
+
+
 def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
     """A copy of ``a`` with ``value`` (scalar or (N,)) added to its diagonal."""
     if kind_of(a_NN) == "torch":

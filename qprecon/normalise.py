@@ -59,10 +59,15 @@ class ColumnScaling:
         return w_NK * self._factor(w_NK)
 
     def linear(self, g_NK: Array) -> Array:
-        """g or a residual to g'."""
+        """g to g'."""
         dtype = dtype_name(g_NK)
         input_N1 = cast(self.layer.input_N1 / self.layer.hessian_scale, dtype)
         return g_NK * input_N1 / cast(self.column_1K, dtype)
+
+    def residual(self, rho_NK: Array, unit: float) -> Array:
+        """A residual that is given in units of ``unit`` to the scaled problem's: no number on the way leaves the dtype's range."""
+        dtype = dtype_name(rho_NK)
+        return rho_NK * cast(self.layer.input_N1 * (unit / self.layer.hessian_scale), dtype) / cast(self.column_1K, dtype)
 
     def objective(self, f_K: Array) -> Array:
         """An objective (or a difference of two), (K,) float64, to the scaled problem's."""

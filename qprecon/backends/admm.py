@@ -24,6 +24,7 @@ from ..interop import Array, cast, dtype_name, like, namespace, to_numpy
 from ..linalg import add_to_diagonal, cholesky, column_dots, identity, solve_lower
 
 _ITERATION_LIMIT = 5000
+_LARGEST_RHO = 1e12
 _EVERY = 10  # iterations between two checks: each costs a product, a triangular solve and, on a GPU, a wait
 _PATIENCE = 100  # float32 iterations without progress: rounding rules then, and the core's next round computes the residual anew
 _FLOOR = 1e-6  # as in the audit: gaps are not measured relative to less than this share of the start's objective
@@ -72,10 +73,13 @@ class _Shared:
         self.set_rho(rho)
 
     def set_rho(self, rho: float) -> None:
-        """Change ρ: a Cholesky factorisation and an inverse."""
+        """Change ρ: a Cholesky factorisation and an inverse. ρ is raised where H + ρI is not positive definite."""
         factor_NN = cholesky(add_to_diagonal(self.hessian_NN, rho))
-        if factor_NN is None:
-            raise ValueError(f"H + {rho:g} I is not positive definite: H is clearly indefinite")
+        while factor_NN is None:
+            rho *= 10.0
+            if not rho < _LARGEST_RHO:
+                raise ValueError("H holds no finite numbers in the units of the solver")
+            factor_NN = cholesky(add_to_diagonal(self.hessian_NN, rho))
         half_NN = solve_lower(factor_NN, identity(len(factor_NN), factor_NN))
         self.rho, self.inverse_NN = rho, half_NN.T @ half_NN
 
