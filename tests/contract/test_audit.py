@@ -11,7 +11,8 @@ import pytest
 
 import qprecon
 from qprecon import Status
-from qprecon.audit import FLOOR, Audit, Certificate, audit, certificate, relative_gap
+from qprecon.audit import FLOOR, Audit, audit, relative_gap
+from qprecon.certificate import Certificate, certificate
 
 from . import reference
 from .families import FAMILIES, Problem, real_layers, real_problem

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import qprecon
-from qprecon.audit import audit, certificate
+from qprecon.audit import audit
+from qprecon.certificate import certificate
 
 from .exact import nearest
 from .problems import Case
