@@ -37,17 +37,16 @@ def tokens(shape: tuple[int, int], large: float = 1.0, seed: int = 0) -> np.ndar
     return x_TN
 
 
-@pytest.mark.parametrize("backend", UNBOUNDED)
+@pytest.mark.parametrize(("backend", "widened"), [("auto", True), *((name, False) for name in UNBOUNDED)])
 @pytest.mark.parametrize("damping", [0.0, 1e-12, 1e-10])
-@pytest.mark.parametrize(("count", "large"), [(128, 300.0), (128, 1000.0), (128, 1.0), (64, 300.0), (64, 1.0)])
-@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize(("count", "large"), [(64, 300.0), (64, 1000.0), (64, 1.0), (32, 300.0), (32, 1.0)])
 def test_float32_sums_of_fewer_tokens_than_inputs(backend: str, damping: float, count: int, large: float, widened: bool) -> None:
     """H is indefinite by its own rounding: no column is worse than the masked weights, measured with X, and none is OPTIMAL, but
     with a channel so large that 1e-10 of the mean is more than the others' rounding.
     """
-    x_TN = tokens((count, 256), large)
+    x_TN = tokens((count, 128), large)
     h_NN = x_TN.T @ x_TN
-    w_NK, mask_NK = np.random.default_rng(1).standard_normal((256, 8)).astype(np.float32), three_of_four(256, 8)
+    w_NK, mask_NK = np.random.default_rng(1).standard_normal((128, 8)).astype(np.float32), three_of_four(128, 8)
     solution = qprecon.solve(h_NN.astype(np.float64) if widened else h_NN, w_NK, mask_NK, backend, damping=damping)
     if damping < 1e-10 or large < 1000.0:
         assert set(solution.status) <= {Status.UNCERTIFIED, Status.FELL_BACK}
@@ -55,7 +54,7 @@ def test_float32_sums_of_fewer_tokens_than_inputs(backend: str, damping: float, 
     start_K = loss(x_TN, w_NK, np.where(mask_NK, w_NK, 0.0))
     assert (loss(x_TN, w_NK, solution.weights) <= start_K).all()
     if backend in ("auto", "pcg") and not damping:
-        assert np.median(loss(x_TN, w_NK, solution.weights) / start_K) < 1e-6, "and mostly far better"
+        assert np.median(loss(x_TN, w_NK, solution.weights) / start_K) < 1e-3, "and mostly far better"
 
 
 @pytest.mark.parametrize("large", [300.0, 1000.0])
