@@ -112,13 +112,12 @@ def _set_up(
     problem: ColumnQP, loaded: registry.Loaded, dtype: str, cert: Certificate | None = None
 ) -> _columns.Setup:
     cert = cert or certificate(problem)
-    damped_NN = problem.damped_hessian(dtype)
     capabilities = loaded.capabilities
-    scaling = layer_scaling(capabilities.scaling, damped_NN)
+    scaling = layer_scaling(capabilities.scaling, problem, dtype)
     own = problem.place.library
     library = own if own in capabilities.libraries else capabilities.libraries[0]
     ridge = problem.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
-    system = registry.System(to_library(scaling.hessian(damped_NN), library), ridge)
+    system = registry.System(to_library(scaling.hessian(problem, dtype), library), ridge)
     try:
         solve_chunk = loaded.prepare(system, loaded.options)
     except ValueError:
