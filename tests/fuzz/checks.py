@@ -229,6 +229,9 @@ def _check_solution(
     optimal = status is qprecon.Status.OPTIMAL
     if optimal != bool(solution.relative_gap[j] <= case.tol):
         outcome.add("inconsistent", j, f"{status.name} with relative_gap {solution.relative_gap[j]:.2e}")
+    if status is qprecon.Status.FELL_BACK and not (solution.fell_back[j] and value.objective_K[j] == truth.start.objective_K[j]):
+        if case.warm_start is None:
+            outcome.add("inconsistent", j, "FELL_BACK, but not to the start")
     if value.objective_K[j] > truth.start.objective_K[j]:
         worse = nearest(value.objective_K[j] - truth.start.objective_K[j])
         outcome.add("worse_than_start", j, f"f {nearest(value.objective_K[j]):.6e}, {worse:.1e} above the masked weights'")
