@@ -15,7 +15,6 @@ from qprecon.llm.model.blocks import check_weights, find_blocks
 from qprecon.llm.model.targets import ATTENTION, matches
 from qprecon.llm.pruning import half
 from qprecon.llm.pruning import loop as pipeline
-from qprecon.llm.pruning.allocation import owl_patterns
 from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from tests.llm.families import FAMILIES, FUSED, build, tokens
 
@@ -376,7 +375,6 @@ def test_a_wrapped_model_is_refused():
     for refused in (
         lambda: prune_model(wrapped, Untouched(), progress=False),
         lambda: perplexity(wrapped, tokens(2), seqlen=8),
-        lambda: owl_patterns(wrapped, tokens(2)),
     ):
         with pytest.raises(ValueError, match=r"wrapped in DataParallel: pass model\.module"):
             refused()
