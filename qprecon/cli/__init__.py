@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_bad_input(error: Exception) -> bool:
     """What a user can mend: a bad value or file, a missing or broken package. Anything else is our own mistake."""
-    from qprecon.errors import BackendBrokenError
+    from qprecon.errors import PluginBrokenError
 
-    return isinstance(error, ValueError | OSError | ImportError | BackendBrokenError)
+    return isinstance(error, ValueError | OSError | ImportError | PluginBrokenError)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,16 +37,29 @@ ORIENTATIONS = ("NK", "KN")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
-def select(
-    layer: LayerData, pattern: Pattern | None = None, *, masks: Mapping[str, torch.Tensor] | str | Path
-) -> Selection:
-    """The mask of `layer.name` out of `masks`, what `load_masks` returns or takes.
+@dataclass(frozen=True)
+class Options:
+    """masks: a dict, a file or a checkpoint folder, see above. orientation: "NK" or "KN", where the table's is not theirs."""
+
+    masks: Mapping[str, Any] | str | Path | None = None
+    orientation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.masks is None:
+            raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
+        if self.orientation not in (None, *ORIENTATIONS):
+            raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {self.orientation!r}")
+
+
+def select(layer: LayerData, pattern: Pattern | None, options: Options) -> Selection:
+    """The mask of `layer.name` out of `masks`: what `load_masks` returns, a dict (inputs, outputs), or takes.
 
     The pattern is not imposed: the mask given is the one used. ValueError: no mask for the layer, another shape than
     the weights', entries other than 0 and 1.
     """
-    if not isinstance(masks, Mapping):
-        masks = load_masks(masks, names=[layer.name])
+    masks = options.masks
+    if options.orientation is not None or not isinstance(masks, Mapping):
+        masks = load_masks(masks, orientation=options.orientation, names=[layer.name])
     key = next((key for key in (layer.name, layer.name + ".weight", _bare(layer.name)) if key in masks), None)
     if key is None:
         raise ValueError(f"no mask is given for layer {layer.name!r}; there are {_listed(masks)}")

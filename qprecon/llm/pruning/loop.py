@@ -157,7 +157,7 @@ def _prune_blocks(
     with evaluation_mode(source.model):
         if get_selector(method.mask).model_level:
             with log.phase("learn masks"):
-                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples))
+                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))
         with log.phase("capture"):
             inputs = source.capture(samples, store)
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
@@ -213,10 +213,13 @@ def _open_source(
 
 
 def _learn_masks(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], log: RunLog
 ) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
-    return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
+    return get_selector(method.mask).learn(
+        source.model, samples, linears=linears, device=source.device, **method.mask_options,
+        progress=lambda step, steps, loss: log.step(f"masks: step {step} of {steps}", 0),
+    )  # fmt: skip
 
 
 def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import qprecon
-from qprecon._options import check_values, is_number
+from qprecon._options import is_number
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_windows, token_rows
 from qprecon.llm.masks import LayerData, Selector, get_selector
@@ -154,7 +153,7 @@ def check_choices(method: Method, device: torch.device) -> None:
         _check_makes(selector, [Pattern.parse(method.amount)])
     if method.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
-    _check_mask_options(method, selector)
+    selector.options(method.mask_options)
     _check_solve_options(method)
     if method.update == "optimal":
         _try_solve(method, device)
@@ -188,13 +187,11 @@ def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -
     """For mask "given": the method with its masks read once and checked against every layer of the plan.
 
     Raises ValueError for a layer without a mask, with one of another shape or, if the pattern was stated, with one that does
-    not hold it; and where no masks are given.
+    not hold it.
     """
     if method.mask != "given":
         return method
     options = dict(method.mask_options)
-    if "masks" not in options:
-        raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
     layers = [layer for layers in plan.layers for layer in layers]
     stored = {layer.view.name: layer.view.stored_as for layer in layers}
     source = options.pop("masks")
@@ -228,21 +225,6 @@ def _check_learnable(method: Method, plan: Plan) -> None:
 
 
 _SET_HERE = ("H", "W", "mask", "backend", "rhs", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
-_GIVEN_HERE = ("linears", "device", "names", "stored")  # of selectors' functions
-
-
-def _check_mask_options(method: Method, selector: Selector) -> None:
-    functions = [selector.learn if selector.model_level else selector.select]
-    if method.mask == "given":
-        functions.append(load_masks)
-    known: dict[str, Any] = {}
-    for function in functions:
-        parameters = inspect.signature(function).parameters.values()
-        known |= {each.name: function for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in _GIVEN_HERE}
-    for name, value in method.mask_options.items():
-        if name not in known:
-            raise ValueError(f"mask {method.mask!r}: it has no option {name!r}; its options are {', '.join(known) or 'none'}")
-        check_values(f"mask {method.mask!r}", {name: value}, known[name])
 
 
 def _check_solve_options(method: Method) -> None:

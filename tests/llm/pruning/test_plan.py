@@ -301,14 +301,14 @@ class Untouched:
         (dict(mask_options={"grouping": 1}), ValueError, "mask 'wanda'.*grouping"),
         (dict(mask_options={"group": "rows"}), ValueError, "group must be one of"),
         (dict(mask="given"), ValueError, "mask 'given' needs mask_options"),
-        (dict(mask="given", mask_options={"masks": {}, "stored": {}}), ValueError, "mask 'given': it has no option 'stored'"),
+        (dict(mask="given", mask_options={"masks": {}, "stored": {}}), ValueError, "mask 'given' has no option 'stored'"),
         (dict(mask="given", mask_options={"masks": {Q0: torch.ones(32, 32)}}), ValueError, "no mask is given for layer"),
         (dict(mask="proxsparse"), ValueError, "mask 'proxsparse' makes 2:4 only, not 50%"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"lamda": 1}), ValueError, "mask 'proxsparse'.*lamda"),
-        (dict(mask="proxsparse", pattern="2:4", mask_options={"linears": {}}), ValueError, "no option 'linears'; its options"),
+        (dict(mask="proxsparse", pattern="2:4", mask_options={"linears": {}}), ValueError, "no option 'linears'. Its options"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"lam": "a"}), ValueError, "lam must be a number or None, got 'a'"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"epochs": 1.5}), ValueError, "epochs must be a whole number"),
-        (dict(mask="proxsparse", pattern="2:4", mask_options={"progress": 1}), ValueError, "progress must be a function or"),
+        (dict(mask="proxsparse", pattern="2:4", mask_options={"progress": 1}), ValueError, "no option 'progress'"),
         (dict(sparsity=1.5), ValueError, r"sparsity must lie in \[0, 1\]"),
         (dict(sparsity=1), ValueError, "pattern '100%' would leave no weight.*write '1%'"),
         (dict(pattern="100%"), ValueError, "pattern '100%' would leave no weight"),
@@ -330,8 +330,8 @@ class Untouched:
         (dict(mask="alps", mask_options={"max_iterations": -1}), ValueError, "max_iterations must not be negative, got -1"),
         (dict(mask="sparsegpt", mask_options={"damping": float("inf")}), ValueError, "damping must be finite and not negative"),
         (dict(mask="thanos", mask_options={"outlier_rows": [0]}), ValueError, r"outlier_rows must be a number, got \[0\]"),
-        (dict(mask="given", mask_options={"masks": 5}), ValueError, "masks must be a Mapping or text or a Path, got 5"),
-        (dict(mask="given", mask_options={"masks": {}, "names": ["a"]}), ValueError, "'names'; its options are masks, orient"),
+        (dict(mask="given", mask_options={"masks": 5}), ValueError, "masks must be a Mapping or text or a Path or None, got 5"),
+        (dict(mask="given", mask_options={"masks": {}, "names": ["a"]}), ValueError, "'names'. Its options: masks, orient"),
         (dict(backend="pcg", solve_options={"rank": "many"}), ValueError, "backend 'pcg': rank must be a whole number or None"),
         (dict(solve_options={"rank": 8}), ValueError, "option 'rank' goes with a named backend, .*give backend='pcg'"),
         (dict(solve_options={"tol": 1e-3}), ValueError, "solve_options: 'tol' is what prune_model hands .*; give tol=... itself"),
@@ -449,7 +449,7 @@ def test_bad_calibration():
 
 
 def test_an_unknown_mask_option_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"mask 'sparsegpt': .*'foo'; its options are block_size, damping"):
+    with pytest.raises(ValueError, match=r"mask 'sparsegpt' has no option 'foo'. Its options: block_size, damping"):
         prune_model(build("llama"), tokens(2), mask="sparsegpt", mask_options={"foo": 1}, progress=False)
 
 
