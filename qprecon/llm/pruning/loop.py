@@ -85,7 +85,9 @@ def prune_model(
         OSError: a file that cannot be written; blocks finished before are kept.
     """
     recipe = as_recipe(recipe, settings)
-    log = RunLog(progress)
+    log = RunLog(progress, notes=recipe.without_effect())
+    if save_masks and out is None:
+        raise ValueError("save_masks writes them into `out`, and there is none: give out=…")
     with log.phase("load"):
         if out is not None:
             given, out = out, check_output(out)
@@ -102,7 +104,7 @@ def prune_model(
             found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
-        method = with_given_masks(method, plan, recipe.amount_stated)
+        method = with_given_masks(method, plan, found.model, recipe.amount_stated)
         if out is not None and found.shards is None:
             check_writable(found.model)
         samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)

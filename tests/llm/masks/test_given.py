@@ -46,6 +46,18 @@ def test_the_zeros_of_a_checkpoint(tmp_path, model_type):
     assert set(masks) == {"a"} and torch.equal(masks["a"], MASK_NK)
 
 
+def test_masks_of_layers_that_the_model_lacks_are_errors(tmp_path):
+    known = ["model.q_proj", "model.k_proj", "lm_head"]
+    masks = {"model.q_proj.weight": MASK_NK, "lm_head": MASK_NK, "model.kproj": MASK_NK}
+    np.savez(tmp_path / "m.npz", **{name: mask.T.numpy() for name, mask in masks.items()})
+    for source in (masks, tmp_path / "m.npz"):
+        with pytest.raises(ValueError, match="mask for 'model.kproj', but the model has no.*did you mean 'model.k_proj'"):
+            load_masks(source, names=["model.q_proj"], known=known)
+        with pytest.raises(ValueError, match="no mask is given for layer 'model.k_proj'.*; did you mean 'model.kproj'"):
+            load_masks(source, names=known, known=known)
+        assert list(load_masks(source, names=["model.q_proj"], known=[*known, "model.kproj"])) == ["model.q_proj"]
+
+
 def test_errors_name_the_layer(tmp_path):
     with pytest.raises(ValueError, match=r"layer 'a'.*\(4, 6\).*\(6, 4\).*transposed"):
         get_selector("given").select(layer(), None, masks={"a": MASK_NK.T})

@@ -370,6 +370,25 @@ def test_options_are_checked_before_the_model_is_looked_for(tmp_path, monkeypatc
         prune_model("some/model", Untouched(), out=tmp_path / "out", progress=False, **arguments)
 
 
+def test_a_mask_for_no_layer_is_an_error_also_where_only_some_are_pruned():
+    model = build("llama")
+    masks = {name: torch.ones(m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    common = dict(mask="given", targets="down_proj", update="none", progress=False)
+    prune_model(model, tokens(2), mask_options={"masks": masks}, **common)  # those of other layers, and of the head, do no harm
+    wrong = masks | {"model.layers.0.mlp.dwn_proj": masks[D0 := "model.layers.0.mlp.down_proj"]}
+    with pytest.raises(ValueError, match=f"mask for 'model.layers.0.mlp.dwn_proj'.*did you mean {D0!r}"):
+        prune_model(model, Untouched(), mask_options={"masks": wrong}, **common)
+
+
+def test_what_has_no_effect_is_said():
+    common = dict(update="none", progress=False)
+    report = prune_model(build("llama"), tokens(2), damping=0.1, backend="pcg", **common)
+    assert any(note.startswith("backend, damping: no effect with update='none'") for note in report.warnings)
+    assert not prune_model(build("llama"), tokens(2), **common).warnings
+    with pytest.raises(ValueError, match="save_masks.*out"):
+        prune_model(build("llama"), Untouched(), save_masks=True, **common)
+
+
 def test_a_wrapped_model_is_refused():
     wrapped = nn.DataParallel(build("llama"))
     for refused in (
