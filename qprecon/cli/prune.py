@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from qprecon.llm.pruning.recipe import Run, options
+from qprecon.llm.pruning.options import options
+from qprecon.llm.pruning.recipe import Run
 
 from ._flags import add_options, given
 from ._stop import Terminated

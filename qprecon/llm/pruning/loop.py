@@ -24,12 +24,13 @@ from qprecon.llm.masks.packed import write_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import Owl, owl_asked, owl_plan
-from qprecon.llm.pruning.half import half_precision_hint
+from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
 from qprecon.llm.pruning.measure import finished_rows
 from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.options import takes
 from qprecon.llm.pruning.origin import Found, find_model
-from qprecon.llm.pruning.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
-from qprecon.llm.pruning.recipe import Recipe, as_recipe, takes_settings
+from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
+from qprecon.llm.pruning.recipe import Recipe, as_recipe
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.progress import CONTINUING
@@ -39,7 +40,7 @@ from qprecon.llm.storage.output import check_output, check_writable, complete_fo
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
 
-@takes_settings
+@takes(Recipe)
 @torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
 def prune_model(
     model: nn.Module | str | Path,
