@@ -23,15 +23,15 @@ from qprecon.llm.pruning.allocation import owl_asked, owl_plan
 from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
 from qprecon.llm.pruning.measure import finished_rows
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.options import takes
 from qprecon.llm.pruning.origin import Found, find_model, open_source
 from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
-from qprecon.llm.pruning.recipe import Recipe, as_recipe
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import outcome
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.settings.options import takes
+from qprecon.llm.settings.recipe import Recipe, as_recipe
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
