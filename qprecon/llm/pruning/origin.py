@@ -62,6 +62,8 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log:
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
     check_in_one_place(model)
+    if dtype not in (None, "auto"):
+        log.note(f"dtype={dtype!r}: no effect on a model in memory, which is pruned in the dtype it has")
     return Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
