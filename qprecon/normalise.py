@@ -33,7 +33,7 @@ class Scaling:
     scale_columns: bool = True
 
     def hessian(self, hessian: Hessian, dtype: str) -> Array:
-        """S (H + λI) S / h in the given dtype. H is scaled before it is rounded: its own numbers may lie outside the dtype's range."""
+        """S (H + λI) S / h in the given dtype. H is scaled before it is rounded: its numbers may lie outside the dtype's range."""
         wider = "float64" if "float64" in (dtype, dtype_name(hessian.hessian_NN)) else "float32"
         s_N1 = cast(self.input_N1, wider)
         scaled_NN = cast(hessian.hessian_NN, wider) * (s_N1 / self.hessian_scale) * s_N1[:, 0][None, :]

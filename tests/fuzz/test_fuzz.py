@@ -107,6 +107,7 @@ def test_the_command(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*given, "--problems", "40"]) == 0
     assert "40 problems of seed 5" in capsys.readouterr().out
     text = file.read_text()
-    assert main(["--seed", "5", "--backends", "auto,cholesky,audit", "--problems", "40", "--json", str(tmp_path / "once.json")]) == 0
+    backends = "auto,cholesky,audit"
+    assert main(["--seed", "5", "--backends", backends, "--problems", "40", "--json", str(tmp_path / "once.json")]) == 0
     drop = lambda text: [line for line in text.splitlines() if '"seconds"' not in line]  # noqa: E731
     assert drop(text) == drop((tmp_path / "once.json").read_text())
