@@ -117,7 +117,8 @@ class _Work:
         self.reported[local] = raw.reported_status
         self.iterations[local] += raw.iterations
         columns = compose(self.columns, local, self.weights_NK)
-        fresh = audit(setup.problem, setup.cert, answer_NK, columns)
+        with _numbers_may_fail():
+            fresh = audit(setup.problem, setup.cert, answer_NK, columns)
         start, some = self.start, within(local, self.weights_NK)
         masked, began = start.masked.take(local, some), start.audit.take(local, some)
         with np.errstate(invalid="ignore"):
@@ -152,6 +153,11 @@ class _Work:
         self.gap_K = self.start.relative_gap(setup.problem, self.figures)
 
 
+def _numbers_may_fail() -> np.errstate:
+    """A backend may diverge, and numpy would warn of it; that is found by the audit and said in the status."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
+
+
 def solve_in_chunks(
     setup: Setup, limits: Limits, warm_NK: Array | None, batch_size: int | None
 ) -> tuple[Columns, dict[str, Any]]:
@@ -180,10 +186,12 @@ def solve_in_chunks(
 
 def improve(setup: Setup, limits: Limits, out: Columns, columns: np.ndarray) -> None:
     """Give some columns to another backend, from where they are; ``out`` keeps the better of both."""
-    iterations, fell_back = out.iterations[columns].copy(), out.fell_back[columns].copy()
+    iterations, fell_back, status = (x[columns].copy() for x in (out.iterations, out.fell_back, out.status))
     for part in slices(np.arange(len(columns)), setup.automatic_width(), contiguous=True):
         _solve_chunk(setup, limits, out.weights_NK, columns[part], out)
     out.iterations[columns] += iterations
+    kept_K = out.fell_back[columns] & ~fell_back  # what was there before was no fallback and stays
+    out.status[columns[kept_K]] = status[kept_K]
     out.fell_back[columns] &= fell_back
 
 
@@ -248,7 +256,8 @@ def _run(
         max_iterations=limits.max_iterations,
         deadline=limits.deadline,
     )
-    raw = setup.solve_chunk(chunk)
+    with _numbers_may_fail():
+        raw = setup.solve_chunk(chunk)
     if not isinstance(raw, RawColumns):
         raise BackendBrokenError(f"backend {setup.loaded.record.name!r} answered with {type(raw).__name__}, not RawColumns")
     if tuple(raw.weights_NK.shape) != tuple(chunk.start_NK.shape):

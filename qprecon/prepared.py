@@ -179,12 +179,12 @@ class PreparedHessian(Hessian):
         self.__dict__.pop("certificate", None)
 
     def _set_up(self, loaded: registry.Loaded, dtype: str) -> BackendSetup:
-        damped_NN, capabilities = self.damped(dtype), loaded.capabilities
-        scaling = layer_scaling(capabilities.scaling, damped_NN)
+        capabilities = loaded.capabilities
+        scaling = layer_scaling(capabilities.scaling, self, dtype)
         own = self.place.library
         library = own if own in capabilities.libraries else capabilities.libraries[0]
         ridge = self.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
-        system = System(to_library(scaling.hessian(damped_NN), library), ridge)
+        system = System(to_library(scaling.hessian(self, dtype), library), ridge)
         try:
             return BackendSetup(loaded, scaling, loaded.prepare(system, loaded.options), dtype, library)
         except ValueError:

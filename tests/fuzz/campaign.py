@@ -71,7 +71,7 @@ class Tally:
             "faults": {kind: self.faults[kind] for kind in KINDS},
             "examples": self.examples,
             "well_posed": {
-                "meaning": "columns with damping 1e-3 or more, no iteration limit set, H a Gram matrix in float32 or better",
+                "meaning": "columns with damping 1e-3 or more that prune a weight; H in float32 or better, no iteration limit set",
                 "columns": sum(self.well_posed.values()),
                 "optimal": sum(self.well_posed_optimal.values()),
                 "share": round(self.share(), 5),

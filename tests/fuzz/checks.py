@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import qprecon
-from qprecon.audit import audit, certificate
+from qprecon.audit import audit
+from qprecon.certificate import certificate
 
 from .exact import nearest
 from .problems import Case
@@ -228,10 +229,13 @@ def _check_solution(
     optimal = status is qprecon.Status.OPTIMAL
     if optimal != bool(solution.relative_gap[j] <= case.tol):
         outcome.add("inconsistent", j, f"{status.name} with relative_gap {solution.relative_gap[j]:.2e}")
+    if status is qprecon.Status.FELL_BACK and not (solution.fell_back[j] and value.objective_K[j] == truth.start.objective_K[j]):
+        if case.warm_start is None:
+            outcome.add("inconsistent", j, "FELL_BACK, but not to the start")
     if value.objective_K[j] > truth.start.objective_K[j]:
         worse = nearest(value.objective_K[j] - truth.start.objective_K[j])
         outcome.add("worse_than_start", j, f"f {nearest(value.objective_K[j]):.6e}, {worse:.1e} above the masked weights'")
-    if case.damping >= WELL_POSED_DAMPING and case.max_iterations is None and case.backend in _JUDGED and not case.indefinite:
+    if _well_posed(case, j):
         outcome.well_posed += 1
         outcome.well_posed_optimal += optimal
     if not optimal:
@@ -245,6 +249,13 @@ def _check_solution(
         return
     detail = f"true relative gap {true:.3e}, claimed {solution.relative_gap[j]:.3e}, tol {case.tol:g}"
     outcome.add("false_optimal", j, f"{detail}; f {nearest(value.objective_K[j]):.4e}, gap {_number(gap):.4e}")
+
+
+def _well_posed(case: Case, j: int) -> bool:
+    """Whether a column has enough damping, no limit set, an H in float32 or better, and a weight to make up for."""
+    if case.damping < WELL_POSED_DAMPING or case.max_iterations is not None or case.backend not in _JUDGED or case.indefinite:
+        return False
+    return bool((case.weights_NK[~case.mask_NK[:, j], j] != 0.0).any())
 
 
 def relative_gap(truth: Truth, value: Value, j: int, gap: Fraction | float) -> float:
