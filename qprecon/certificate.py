@@ -21,7 +21,7 @@ import numpy as np
 from .hessian import Hessian
 from .interop import Array, cast, dtype_name, kind_of, namespace
 from .linalg import add_to_diagonal, cholesky
-from .normalise import power_of_two
+from .scaling import power_of_two
 
 UNIT = 2.0**-53  # unit roundoff of float64
 ENTRY = 32.0

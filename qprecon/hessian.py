@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .interop import Array, Place, cast, dtype_name, namespace, place_of, to_core
+from ._options import as_number
+from .interop import Array, Place, cast, dtype_name, from_core, namespace, to_core
 from .linalg import add_to_diagonal
 
 _PANEL = 4096  # rows
@@ -22,20 +23,19 @@ class Hessian:
     Args:
         hessian_NN: H = XᵀX, (N, N), symmetric positive semidefinite; undamped.
         damping: δ ≥ 0.
-        place: where problems with it are solved; by default where H is.
+        place: where problems with it are solved.
 
     Raises:
         ValueError: H not square, not finite, not symmetric or with a negative diagonal; damping negative.
     """
 
     hessian_NN: Array
-    damping: float = 0.0
-    place: Place = field(default=None)  # type: ignore[assignment]
+    damping: float
+    place: Place
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
-        put("place", self.place or place_of(self.hessian_NN))
-        put("hessian_NN", _checked(floating(to_core(self.hessian_NN, self.place), "H")))
+        put("hessian_NN", _checked(floating(self.hessian_NN, self.place, "H")))
         put("damping", check_damping(self.damping))
 
     @property
@@ -47,6 +47,10 @@ class Hessian:
     def ridge(self) -> float:
         """λ, in the units of H."""
         return self.damping * mean_diagonal(self.hessian_NN)
+
+    def at(self, place: Place) -> Hessian:
+        """The same where problems of another array library or device are solved; itself if that is here."""
+        return self if place == self.place else Hessian(from_core(self.hessian_NN, self.place), self.damping, place)
 
     def damped(self, dtype: str) -> Array:
         """A as a new (N, N) array of the given dtype."""
@@ -71,15 +75,9 @@ def mean_diagonal(hessian_NN: Array) -> float:
     return float(cast(hessian_NN.diagonal(), "float64").sum()) / n if n else 0.0
 
 
-def as_number(x: Any) -> float:
-    """``x`` as a float; NaN, which no check lets pass, if it is none."""
-    try:
-        return float("nan") if isinstance(x, str) else float(x)
-    except (TypeError, ValueError):
-        return float("nan")
-
-
-def floating(x: Array, name: str) -> Array:
+def floating(x: Any, place: Place, name: str) -> Array:
+    """An argument as a core array of floats; ValueError, naming it, if it holds no real numbers or is sparse."""
+    x = to_core(x, place, name)
     kind = dtype_name(x)
     if kind in _FLOATS:
         return x
@@ -109,7 +107,7 @@ def _checked(hessian_NN: Array) -> Array:
 
 def check_damping(damping: Any) -> float:
     """δ as a float; ValueError unless it is finite and not negative."""
-    value = as_number(damping)
+    value = as_number(damping, "damping")
     if not (np.isfinite(value) and value >= 0.0):
         raise ValueError(f"damping must be finite and not negative, got {damping!r}")
     return value

@@ -64,7 +64,8 @@ class Solution:
         fell_back: (K,) bool: the backend's answer was worse than the start or not finite, and the start is returned.
         tol: the relative gap that was asked for.
         timing, provenance: see their classes.
-        problem: what was solved. It holds H and W; drop the solution, or ``replace`` this by None, where they are to be freed.
+        problem: what was solved. It keeps H, W, mask, rhs and bounds in memory, but nothing that was made of H.
+            ``dataclasses.replace(solution, problem=None)`` parts with them, and with the residual.
     """
 
     weights: Array
@@ -93,11 +94,11 @@ class Solution:
         if self.problem is None:
             raise ValueError("the solution was parted from its problem, so it has no residual")
         problem = self.problem
-        new_NK = cast(to_core(self.weights, problem.place), "float64")
-        rho_NK = problem.damped_product(cast(problem.weights_NK, "float64") - new_NK)
+        new_NK = to_core(self.weights, problem.place, "weights")
+        rho_NK = problem.damped_product(cast(problem.weights_NK, "float64") - cast(new_NK, "float64"))
         g_NK = problem.linear("float64")
         rho_NK = rho_NK if g_NK is None else rho_NK + g_NK
-        return from_core(cast(rho_NK, dtype_name(to_core(self.weights, problem.place))), problem.place)
+        return from_core(cast(rho_NK, dtype_name(new_NK)), problem.place)
 
     @property
     def optimal(self) -> np.ndarray:
