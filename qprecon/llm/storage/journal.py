@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from filelock import BaseFileLock, FileLock, Timeout
 
 PROGRESS = "qprecon_progress"
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
@@ -33,7 +29,7 @@ class Journal:
     def __init__(self, folder: Path):
         self.folder = folder
         self.progress = folder / PROGRESS
-        self._lock: Any = None
+        self._lock: BaseFileLock | None = None
         self.damaged: list[str] = []  # files of an earlier run that are not what it wrote
         self._sound: set[str] = set()  # entries whose files were checked, or written by this process
 
@@ -66,22 +62,23 @@ class Journal:
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
-        if fcntl is None:
-            return
         self.progress.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.progress / _LOCK, "w")
+        # Where a file system has no locks, filelock would leave a file in their place, which outlives a killed process.
+        lock = FileLock(self.progress / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
+            lock.acquire()
+        except Timeout as error:
             raise BlockingIOError(f"another process is writing to {self.folder}: wait for it, or choose another output") from error
+        except PermissionError:
+            raise
         except OSError:  # a file system without locks
-            pass
+            return
+        self._lock = lock
 
     def close(self) -> None:
         """Let other processes in."""
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     def _clear(self) -> None:
@@ -164,7 +161,9 @@ def current_umask() -> int:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():  # there a folder cannot be opened
+        return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -141,7 +141,8 @@ def complete_folder(
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(partial)
     _explain(partial, report, tokenizer)
-    os.sync()  # before the folder gets its name: a power cut must not leave a name without the content
+    if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
+        os.sync()
     _put(partial, out)
     for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
         shutil.rmtree(leftover, ignore_errors=True)
