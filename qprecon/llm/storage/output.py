@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from qprecon.llm.masks.packed import MASKS_NAME
-from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
-REPORT_NAME = "qprecon_report.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
 # What a run may have written before reports listed their files.
