@@ -31,7 +31,8 @@ from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
 from qprecon.llm.pruning.recipe import Recipe
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import Step
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.storage.in_memory import MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
 
 
 @dataclass(frozen=True)

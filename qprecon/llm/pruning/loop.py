@@ -19,13 +19,11 @@ from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.windows import describe_source
 from qprecon.llm.masks import get_selector
-from qprecon.llm.masks.given import load_masks
-from qprecon.llm.masks.packed import write_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import Owl, owl_asked, owl_plan
 from qprecon.llm.pruning.half import half_precision_hint
-from qprecon.llm.pruning.measure import finished_rows
+from qprecon.llm.pruning.measure import finished_rows, kept_masks
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, find_model
 from qprecon.llm.pruning.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
@@ -34,9 +32,10 @@ from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import CONTINUING, Step, library_bars, progress_bar, progress_mode, say
 from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
 
 
 @takes_settings
@@ -73,7 +72,7 @@ def prune_model(
         progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
             True the same call continues it, with the same weights as an uninterrupted run; False starts over.
-        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.masks.packed`).
+        save_masks: also write the masks that were used to `out`, a bit a weight (`qprecon.llm.masks.packed`).
         **settings: fields of `Recipe` by name, in place of those of `recipe`.
 
     Returns:
@@ -97,8 +96,8 @@ def prune_model(
         if store not in (None, "auto"):
             choose_device(store, "store")
         owl = owl_asked(recipe)
-        recorded = _recorded(recipe, owl) | {"out": out, "device": str(device), "store": store}
-        method = Method(**recipe.settings())
+        recorded = _recorded(recipe, owl) | {"out": out, "device": str(device), "store": store, "save_masks": save_masks}
+        method = Method(**recipe.settings(), keep_masks=save_masks)
         check_choices(method, device)
         with library_bars(progress):
             found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, notes)
@@ -124,13 +123,12 @@ def prune_model(
     report = _report(source, plan, rows, recorded, clock, notes)
     if out is not None:
         with clock("save"):
+            masks = source.masks() if save_masks else None
             if found.shards is None:
                 with library_bars(progress):
-                    save_model(found.model, report, out, found.tokenizer)
+                    save_model(found.model, report, out, found.tokenizer, masks)
             else:
-                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
-            if save_masks:
-                write_masks(out, _stored_masks(found, plan, out))
+                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer, masks)
         report = replace(report, phase_seconds=dict(clock.seconds))
     return report
 
@@ -176,7 +174,7 @@ def _prune_blocks(
                         step(block.name, len(group), layer=group[-1].view.name)
                     rows += (new := finished_rows(drafts))
                     clock.add_rows(new)
-                    source.finish(index, new)
+                    source.finish(index, new, kept_masks(drafts))
                     step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with clock("propagate"):
                     if dense:
@@ -217,15 +215,6 @@ def _learn_masks(
 ) -> dict[str, torch.Tensor]:
     linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
     return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
-
-
-def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
-    """Which stored weights are not 0, layer -> bool (N, K); read back where the model was written block by block."""
-    views = [layer.view for layers in plan.layers for layer in layers]
-    if found.shards is None:
-        return {view.name: view.weights_NK() != 0 for view in views}
-    stored = {view.name: view.stored_as for view in views}
-    return load_masks(out, names=list(stored), stored=stored)
 
 
 def _described(pattern: Any) -> Any:

@@ -93,23 +93,39 @@ class Journal:
         """What is known of a finished shard; None, and the entry is forgotten, where its file is not what was written."""
         found = self.read(f"{key}.json")
         if found is not None and key not in self._sound:
-            path = self.folder / found["file"]
-            if not path.is_file() or checksum(path) != found["checksum"]:
-                self.damaged.append(found["file"])
+            own = [(self.folder / found["file"], found["checksum"])]
+            own += [(self._masks_of(key), found["masks"])] if found.get("masks") is not None else []
+            damaged = [path for path, known in own if not path.is_file() or checksum(path) != known]
+            if damaged:
+                self.damaged += [path.name for path in damaged]
                 (self.progress / f"{key}.json").unlink()
                 return None
             self._sound.add(key)
         return found
 
-    def write_shard(self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        """Write a shard and then its entry."""
+    def write_shard(
+        self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any], masks: dict[str, torch.Tensor]
+    ) -> None:
+        """Write a shard, the packed masks of its layers if there are any, and then its entry."""
         from safetensors.torch import save_file
 
         write_atomically(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        if masks:
+            write_atomically(self._masks_of(key), lambda path: save_file(masks, path))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         known = {"file": file, "names": list(tensors), "bytes": size, "checksum": checksum(self.folder / file)}
+        known["masks"] = checksum(self._masks_of(key)) if masks else None
         self.write(f"{key}.json", {**known, **facts})
         self._sound.add(key)
+
+    def masks(self, key: str) -> dict[str, torch.Tensor]:
+        """The packed masks that were written with a shard."""
+        from safetensors.torch import load_file
+
+        return load_file(self._masks_of(key))
+
+    def _masks_of(self, key: str) -> Path:
+        return self.progress / f"{key}-masks.safetensors"
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What `write` was given under this name; None where there is nothing."""
