@@ -17,7 +17,7 @@ from qprecon.llm.calibration.capture import BlockInputs, capture_inputs
 from qprecon.llm.calibration.memory import windows_together
 from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_weights
-from qprecon.llm.reporting.clock import Clock
+from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 
 
@@ -26,8 +26,8 @@ class MemoryBlocks:
 
     finished, rows = 0, ()
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, clock: Clock):
-        self.model, self.blocks, self.device, self.clock = model, blocks, device, clock
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog):
+        self.model, self.blocks, self.device, self.log = model, blocks, device, log
         self.packed: list[Packed] = []
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
@@ -44,12 +44,12 @@ class MemoryBlocks:
         if home == self.device:
             yield module
             return
-        with self.clock("move"):
+        with self.log.phase("move"):
             module.to(self.device)
         try:
             yield module
         finally:
-            with self.clock("move"):
+            with self.log.phase("move"):
                 module.to(home)
 
     def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
