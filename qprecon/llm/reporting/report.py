@@ -109,8 +109,8 @@ class PruneReport:
         The gap of a column without any certificate is infinite again; other numbers that JSON lacks are NaN.
 
         Raises:
-            FileNotFoundError: there is none. ValueError: it is not JSON, of another format, or has a key that is missing or of
-            the wrong type; file and key are named.
+            FileNotFoundError: there is none.
+            ValueError: it is not JSON, of another format, or a key is missing or of the wrong type; file and key are named.
         """
         path = Path(path) / REPORT_NAME if Path(path).is_dir() else Path(path)
         if not path.is_file():
