@@ -16,6 +16,7 @@ from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.windows import describe_source
 from qprecon.llm.masks import get_selector
+from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import owl_asked, owl_plan
 from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
@@ -36,6 +37,7 @@ from qprecon.llm.storage.sources import DiskBlocks
 
 
 @takes(Recipe)
+@on_its_device
 @torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
 def prune_model(
     model: nn.Module | str | Path,
@@ -89,7 +91,6 @@ def prune_model(
             given, out = out, check_output(out)
             if Path(given).expanduser().is_symlink():
                 log.note(f"{given} is a link: the model is written to {out}")
-        device = choose_device(device)
         if store not in (None, "auto"):
             choose_device(store, "store")
         owl = owl_asked(recipe)

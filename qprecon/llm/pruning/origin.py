@@ -89,6 +89,7 @@ def open_source(
         "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
         "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
+        "device": device.type,  # which one of a kind makes no difference
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
