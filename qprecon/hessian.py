@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ._options import as_number
 from .interop import Array, Place, cast, dtype_name, from_core, namespace, to_core
 from .linalg import add_to_diagonal
+from .options import as_number
 
 _PANEL = 4096  # rows
 _FLOATS = ("float64", "float32", "float16", "bfloat16")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import choice, registry
-from ._options import as_number
 from .errors import UnsupportedError
 from .hessian import floating
 from .interface import Backend
 from .interop import Array, cast, describe_device, from_core, synchronize
 from .linalg import exact_float32
+from .options import as_number
 from .problem import ColumnQP
 from .rounds import Limits, Outcome, Task, improve, solve_in_chunks
 from .shared import Shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import graphlib
 import importlib
 import inspect
 import pathlib
@@ -93,6 +94,17 @@ def test_import_direction(path: pathlib.Path) -> None:
                 assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo"), name
             case "cli":
                 assert not _is(name, "qprecon.backends"), name
+
+
+def test_the_core_has_no_circles() -> None:
+    """No module of the core needs itself by way of others, in functions neither."""
+    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
+    graph = {}
+    for module in modules:
+        parts = [name.split(".") for name, _ in _imports(ROOT / f"{module}.py")]
+        graph[module] = {part[1] for part in parts if part[0] == "qprecon" and len(part) > 1 and part[1] in modules}
+    order = [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError, with the circle
+    assert order.index("hessian") < order.index("certificate") < order.index("rounds") < order.index("prepared")
 
 
 def test_the_import_check_sees_imports() -> None:
