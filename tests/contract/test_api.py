@@ -72,7 +72,7 @@ def _imports(path: pathlib.Path) -> list[tuple[str, bool]]:
 
 def _layer(path: pathlib.Path) -> str:
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    return {"llm": "llm", "backends": "backends", "cli": "cli", "demo": "cli", "__main__": "cli"}.get(first, "core")
+    return {"llm": "llm", "backends": "backends", "cli": "cli", "page": "cli", "demo": "cli", "__main__": "cli"}.get(first, "core")
 
 
 def _is(name: str, *packages: str) -> bool:
@@ -85,7 +85,7 @@ def test_import_direction(path: pathlib.Path) -> None:
     for name, top in _imports(path):
         match _layer(path):
             case "core":
-                assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo", "qprecon.llm"), name
+                assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo", "qprecon.page", "qprecon.llm"), name
                 assert not (top and name.split(".")[0] in HEAVY), name
                 assert not _is(name, "transformers", "mpax", "cvxpy", "osqp"), name
             case "backends":
