@@ -21,7 +21,7 @@ import numpy as np
 from . import registry
 from ._chunks import out_of_memory
 from ._solve import Request, run
-from .certificate import Certificate, certificate
+from .certificate import NOT_SEMIDEFINITE, Certificate, certificate, is_gram
 from .errors import BackendBrokenError
 from .hessian import Hessian, check_damping
 from .interface import SolveChunk, System
@@ -57,6 +57,12 @@ class PreparedHessian(Hessian):
         """The certificate's factor: one float64 factorisation (without damping a few, until one holds)."""
         with exact_float32(), self._threads(self.n_inputs):
             return certificate(self)
+
+    @functools.cached_property
+    def notices(self) -> tuple[str, ...]:
+        """What to know of H beside the certificates, in words: whether only the damping makes it positive semidefinite."""
+        with exact_float32(), self._threads(self.n_inputs):
+            return () if self.damping == 0.0 or is_gram(self) else (NOT_SEMIDEFINITE,)
 
     def solve(
         self,

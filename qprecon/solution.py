@@ -100,6 +100,11 @@ class Solution:
         return from_core(cast(rho_NK, dtype_name(to_core(self.weights, problem.place))), problem.place)
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """What to know of H beside the certificates: see ``PreparedHessian.notices``. Made when first asked for."""
+        return getattr(self.problem.hessian, "notices", ()) if self.problem is not None else ()
+
+    @property
     def optimal(self) -> np.ndarray:
         """(K,) bool: certified to ``tol``."""
         return self.relative_gap <= self.tol
@@ -121,6 +126,7 @@ class Solution:
         for status, count in self.counts().items():
             if status is not Status.OPTIMAL:
                 lines.append(f"{count} {status.name}: {status.value}")
+        lines += [f"notice: {notice}" for notice in self.notices]
         t = self.timing
         lines.append(
             f"{t.total:.3g} s: set-up {t.setup:.3g}, compile {t.compile:.3g}, solve {t.solve:.3g}, audit {t.audit:.3g}; "
