@@ -58,10 +58,11 @@ class Solution:
         stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start):
             dimensionless.
         violation: (K,) largest distance from the bounds and the mask, in units of W.
-        gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound. Inf where nothing can be certified.
+        gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound, every rounding error counted. Inf where nothing can be certified.
         relative_gap: (K,) gap_bound / max(f − gap_bound, FLOOR · f_start); for an explicit rhs relative to f_start − f. See
             ``qprecon.audit``.
-        fell_back: (K,) bool: the backend's answer was worse than the start or not finite, and the start is returned.
+        fell_back: (K,) bool: the backend's answer was not finite or not surely better than the start, which is returned. An answer
+            that float64 cannot tell from the start is replaced by it too, and not counted.
         tol: the relative gap that was asked for.
         timing, provenance: see their classes.
         problem: what was solved. It holds H and W; drop the solution, or ``replace`` this by None, where they are to be freed.
