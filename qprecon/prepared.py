@@ -56,6 +56,14 @@ class PreparedHessian:
         """λ = δ · mean(diag H), in the units of H."""
         return self.hessian.ridge
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What to know of H beside the certificates, in words: whether only the damping makes it positive semidefinite.
+
+        Made when first asked for, by a factorisation in H's own dtype.
+        """
+        return self.hessian.notices
+
     def solve(
         self,
         W: Array,

@@ -117,7 +117,7 @@ def surely_better(
 def _of(columns: Any, local: np.ndarray, near: Array) -> Any:
     if isinstance(columns, slice):
         return like(local + (columns.start or 0), near)
-    return columns[like(local, near)]
+    return columns[local if isinstance(columns, np.ndarray) else like(local, near)]
 
 
 def _entry_error(problem: ColumnQP, cert: Certificate, answer_NK: Array, columns: Any) -> np.ndarray:
