@@ -103,8 +103,10 @@ def prune_model(
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
-        if out is not None and found.shards is None:
-            check_writable(found.model)
+        folder = found.shards and found.shards.folder
+        if out is not None:
+            with log.library_bars():
+                check_writable(found.model, found.tokenizer, folder)
         samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
         source = open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
@@ -128,7 +130,8 @@ def prune_model(
                 with log.library_bars():
                     save_model(found.model, report, out, found.tokenizer, masks)
             else:
-                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer, masks)
+                shards = source.entries()
+                complete_folder(partial_folder(out), shards, found.model, folder, report, out, found.tokenizer, masks)
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
 
