@@ -60,8 +60,9 @@ def prune_model(
     Args:
         model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
             safetensors is read and written block by block and never held; where that cannot be done, the report says why.
-        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; or text, or one long tensor
-            of tokens, (T,), from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
+        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; what a tokenizer returns,
+            input_ids with their attention_mask, whose padding is left out; or text, or one long tensor of tokens, (T,), from
+            which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         recipe: the settings as one object, or a mapping of some of them.
         tokenizer: for text, where the model is in memory.
         out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
