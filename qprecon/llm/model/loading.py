@@ -38,12 +38,6 @@ def choose_device(device: str | torch.device | None = None, argument: str = "dev
     return chosen
 
 
-def check_unwrapped(model: Any) -> None:
-    """ValueError for a model inside DataParallel or DistributedDataParallel, which has none of a transformers model's methods."""
-    if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-        raise ValueError(f"the model is wrapped in {type(model).__name__}: pass model.module")
-
-
 def load_causal_lm(
     model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
 ) -> tuple[Any, Any]:

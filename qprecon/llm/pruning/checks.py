@@ -129,7 +129,7 @@ def _try_solve(method: Method, device: torch.device) -> None:
 
 
 def _tried(method: Method, device: torch.device) -> list[str]:
-    """For "auto" on a GPU pcg as well: the tiny problem does not come to it, but layers do, and its kernels are compiled there."""
+    """For "auto" on a GPU pcg too: the tiny problem does not come to it, but layers will, and its kernels are compiled there."""
     bounded = not {"lower", "upper"}.isdisjoint(method.solve_options)
     return ["auto", "pcg"] if method.backend == "auto" and device.type == "cuda" and not bounded else [method.backend]
 

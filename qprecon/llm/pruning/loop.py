@@ -22,15 +22,15 @@ from qprecon.llm.pruning.allocation import owl_asked, owl_plan
 from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
 from qprecon.llm.pruning.measure import finished_rows, kept_masks
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.options import takes
 from qprecon.llm.pruning.origin import find_model, open_source
 from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
-from qprecon.llm.pruning.recipe import Recipe, as_recipe
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import outcome
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.settings.options import takes
+from qprecon.llm.settings.recipe import Recipe, as_recipe
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks
@@ -83,6 +83,7 @@ def prune_model(
             unfinished run with other settings beside `out` (the differences are named).
         OSError: a file that cannot be written; blocks finished before are kept.
     """
+    assert isinstance(device, torch.device)  # chosen by `on_its_device`
     recipe = as_recipe(recipe, settings)
     log = RunLog(progress, notes=recipe.without_effect())
     if save_masks and out is None:

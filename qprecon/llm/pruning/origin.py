@@ -14,7 +14,8 @@ from torch import nn
 
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import check_unwrapped, load_causal_lm, load_tokenizer, model_folder
+from qprecon.llm.model.loading import load_causal_lm, load_tokenizer, model_folder
+from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.reporting.log import RunLog
@@ -61,12 +62,9 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
-    devices = {parameter.device for parameter in model.parameters()}
-    if any(device.type == "meta" for device in devices) or len(devices) != 1:
-        raise ValueError(
-            "the model is spread over several devices or not loaded at all (device_map); load it on one device, its "
-            "blocks are moved to `device` one at a time"
-        )
+    check_in_one_place(model)
+    if dtype not in (None, "auto"):
+        log.note(f"dtype={dtype!r}: no effect on a model in memory, which is pruned in the dtype it has")
     return Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 

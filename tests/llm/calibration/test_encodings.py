@@ -27,6 +27,7 @@ def padded(side="right", dtype=torch.int64):
 def forms(ids, mask):
     """All that the same rows may come as."""
     mapping = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+    ones = [[1] * length for length in LENGTHS]
     lists = {key: value.tolist() for key, value in mapping.items()}
     return {
         "pair": (ids, mask),
@@ -38,7 +39,7 @@ def forms(ids, mask):
         "batches": [{key: value[rows] for key, value in mapping.items()} for rows in (slice(0, 3), slice(3, 4))],
         "pairs": [(ids[:2], mask[:2]), (ids[2:], mask[2:])],
         "rows": [{key: value[row] for key, value in lists.items()} for row in range(4)],
-        "cut already": {"input_ids": [list(text) for text in TEXTS], "attention_mask": [[1] * each for each in LENGTHS]},
+        "cut already": {"input_ids": [text.tolist() for text in TEXTS], "attention_mask": ones},
         "no mask": [{"input_ids": text} for text in TEXTS],
     }
 

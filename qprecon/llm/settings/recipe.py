@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.pruning.options import Option, check_options, nearest, option, options
+from qprecon.llm.settings.options import Option, check_options, nearest, option, options
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")

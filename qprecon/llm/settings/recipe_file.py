@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from qprecon.llm.model.targets import ATTENTION, as_patterns
-from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
-from qprecon.llm.pruning.stages import of_other_tools, without_stage
+from qprecon.llm.settings.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
+from qprecon.llm.settings.stages import of_other_tools, without_stage
 
 RECIPE_NAME = "recipe.yaml"
 _OF_ONE_RUN = ("resume", "progress")  # a later run may go on with what an interrupted one has done
