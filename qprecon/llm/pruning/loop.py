@@ -105,7 +105,7 @@ def prune_model(
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
-        folder = found.shards and found.shards.folder
+        folder = None if found.shards is None else found.shards.folder
         if out is not None:
             with log.library_bars():
                 check_writable(found.model, found.tokenizer, folder)
