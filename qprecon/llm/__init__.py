@@ -1,7 +1,7 @@
 """Pruning of causal language models: `prune_model`, `Recipe`, `PruneReport`, `perplexity`.
 
-Needs torch and transformers, which `pip install 'qprecon[llm]'` brings. They are imported with the first of these names that is
-asked for, so that the command line can show the options of a `Recipe` without them.
+Needs torch and transformers, which `pip install 'qprecon[llm]'` brings. They are imported with the first of these names that needs
+them: the command line shows the options of a `Recipe`, and a `PruneReport` is read, without.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ _PLACES = {
     "perplexity": "qprecon.llm.evaluation.perplexities",
     "prune_model": "qprecon.llm.pruning.loop",
 }
+_PLAIN = ("PruneReport", "Recipe")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_installed()
+    if name not in _PLAIN:
+        check_installed()
     return getattr(import_module(_PLACES[name]), name)
 
 

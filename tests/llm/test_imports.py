@@ -27,6 +27,11 @@ def test_a_missing_package_names_the_extra(missing, wanted):
     assert f"ImportError: qprecon.llm needs {missing}: pip install 'qprecon[llm]'" in run.stderr
 
 
+def test_reports_and_recipes_need_neither():
+    code = "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers'])\nfrom qprecon.llm import PruneReport, Recipe"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def _rooms_imported(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
+GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
 # What a run may have written before reports listed their files.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _KNOWN = frozenset({
-    REPORT_NAME, "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    REPORT_NAME, "README.md", "config.json", GENERATION_NAME, "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model",
     "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt",
 })  # fmt: skip
@@ -60,11 +61,38 @@ def check_output(out: str | Path) -> Path:
     return out
 
 
-def check_writable(model: Any) -> None:
-    """ValueError, naming it, for something in the model's state that is no tensor, as torch's packed layers have it."""
+def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None) -> None:
+    """ValueError, naming the part, for what could not be written after the work: all but the weights is written once, for nothing.
+
+    That is something in the model's state that is no tensor, as torch's packed layers have it, or a configuration or a tokenizer
+    that transformers refuses to save. `source`: the folder that the model is read from block by block.
+    """
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"out: {name} of the model is no tensor but {type(value).__name__}, which safetensors cannot hold")
+    parts: list[tuple[str, Callable[[Path], Any]]] = [("generation_config", lambda folder: _save_generation(model, folder, source))]
+    if tokenizer is not None:
+        parts.append(("tokenizer", tokenizer.save_pretrained))
+    parts.append(("config", model.config.save_pretrained))
+    if source is None:
+        parts.append(("model", lambda folder: model.save_pretrained(folder, state_dict={})))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, save in parts:
+            try:
+                save(Path(folder))
+            except OSError:
+                raise
+            except Exception as error:  # of transformers, of tokenizers, of the model's own class
+                why = " ".join(str(error).split())
+                raise ValueError(f"out: the {name} cannot be saved, neither now nor with pruned weights: {why}") from error
+
+
+def _save_generation(model: Any, folder: Path, source: Path | None) -> None:
+    """The generation settings: those of a folder as they are, as transformers reads some that it refuses to write."""
+    if source is not None and (source / GENERATION_NAME).is_file():
+        shutil.copyfile(source / GENERATION_NAME, folder / GENERATION_NAME)
+    elif getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def _followed(out: str | Path) -> Path:
@@ -130,10 +158,13 @@ def partial_folder(out: str | Path) -> Path:
 
 
 def complete_folder(
-    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None,
-    masks: Iterable[Packed] | None = None,
+    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, source: Path, report: PruneReport, out: str | Path,
+    tokenizer: Any = None, masks: Iterable[Packed] | None = None,
 ) -> Path:  # fmt: skip
-    """Add to the written shards what makes a model of them, and give the folder its name; `shards` as the journal has them."""
+    """Add to the written shards what makes a model of them, and give the folder its name.
+
+    `shards` as the journal has them; `source`: the folder that the model was read from.
+    """
     out = check_output(out)
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
         leftover.unlink()
@@ -141,8 +172,7 @@ def complete_folder(
     index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": weight_map}
     (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     model.config.save_pretrained(partial)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(partial)
+    _save_generation(model, partial, source)
     _explain(partial, report, tokenizer, masks)
     if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
         os.sync()
