@@ -1,4 +1,4 @@
-"""Pruning of causal language models: `prune_model`, `PruneReport`, `perplexity`.
+"""Pruning of causal language models: `prune_model`, `recover`, `perplexity`, and their reports.
 
 Needs torch and transformers, which `pip install 'qprecon[llm]'` brings.
 """
@@ -13,6 +13,8 @@ except ModuleNotFoundError as error:
 
 from qprecon.llm.evaluation.perplexities import perplexity
 from qprecon.llm.pruning.loop import prune_model
+from qprecon.llm.recovery.loop import recover
+from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.reporting.report import PruneReport
 
-__all__ = ["PruneReport", "perplexity", "prune_model"]
+__all__ = ["PruneReport", "RecoveryReport", "perplexity", "prune_model", "recover"]

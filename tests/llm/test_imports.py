@@ -10,7 +10,7 @@ import pytest
 import qprecon
 
 LLM = pathlib.Path(qprecon.__file__).parent / "llm"
-ROOMS = ("model", "calibration", "masks", "reporting", "storage", "pruning", "evaluation")  # each builds on those before it
+ROOMS = ("model", "calibration", "masks", "reporting", "storage", "pruning", "recovery", "evaluation")  # each builds on those before it
 MOST_FILES = 12
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-import qprecon
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
@@ -32,7 +29,7 @@ from qprecon.llm.pruning.plan import Plan, calibration_samples, check_choices, c
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import CONTINUING, Step, library_bars, progress_bar, progress_mode, say
-from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.reporting.report import LayerRow, PruneReport, versions
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
@@ -217,7 +214,7 @@ def _open_source(
     if found.shards is None:
         return MemoryBlocks(found.model, plan.blocks, device, clock)
     fingerprint = {
-        **_versions(),
+        **versions(),
         "model files": found.shards.identity,
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
@@ -280,17 +277,8 @@ def _report(
         model_sparsity=zeros / total,
         parameters=total,
         settings=settings,
-        versions=_versions(),
+        versions=versions(),
         phase_seconds=dict(clock.seconds),
         excluded=plan.excluded,
         warnings=tuple(notes),
     )
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "qprecon": qprecon.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }

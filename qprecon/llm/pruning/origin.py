@@ -12,6 +12,7 @@ from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import check_unwrapped, load_causal_lm, load_tokenizer, model_folder
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, open_shards, skeleton
+from qprecon.llm.storage.output import check_apart
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,7 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, note
     if isinstance(model, str | Path):
         if out is None:
             raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
-        if Path(model).expanduser().resolve() == Path(out).expanduser().resolve():
-            raise ValueError(f"out is the model's own folder, {out}; choose another")
-        if Path(model).expanduser().resolve() in Path(out).expanduser().resolve().parents and Path(model).is_dir():
-            raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
+        check_apart(model, out)
         try:
             if get_selector(mask).model_level:
                 raise NotStreamable(f"mask {mask!r} is learned on the whole model")
@@ -46,13 +44,23 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, note
             notes.append(f"the model was loaded as a whole, not block by block: {reason}")
         loaded, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
         return Found(loaded, tokenizer or own_tokenizer, str(model))
+    check_in_memory(model)
+    return Found(model, tokenizer, model_name(model))
+
+
+def check_in_memory(model: Any, argument: str = "model") -> None:
+    """TypeError for what is no model; ValueError for one that is wrapped, spread over several devices, or not loaded."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
+        raise TypeError(f"{argument}: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
     devices = {parameter.device for parameter in model.parameters()}
     if any(device.type == "meta" for device in devices) or len(devices) != 1:
         raise ValueError(
-            "the model is spread over several devices or not loaded at all (device_map); load it on one device, its "
-            "blocks are moved to `device` one at a time"
+            f"the {argument} is spread over several devices or not loaded at all (device_map); load it on one device, it is moved "
+            "to `device` as need be"
         )
-    return Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def model_name(model: nn.Module) -> str:
+    """Where a model in memory came from, or its class."""
+    return getattr(model.config, "_name_or_path", "") or type(model).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import platform
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,21 @@ class PruneReport:
     def mean_error(self, which: str) -> float:
         """The mean over layers of one of the three errors of a row."""
         return math.fsum(getattr(row, which) for row in self.layers) / max(len(self.layers), 1)
+
+
+def versions() -> dict[str, str]:
+    """Of what a run's numbers depend on."""
+    import torch
+    import transformers
+
+    import qprecon
+
+    return {
+        "qprecon": qprecon.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _plain(value: Any) -> Any:
