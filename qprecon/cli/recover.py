@@ -7,7 +7,7 @@ import argparse
 from ._stop import Terminated
 
 _EPILOG = """\
-The pruned weights stay zero. OUT holds plain dense safetensors that any software can load, and qprecon_recovery.json with all losses.
+The pruned weights stay zero. OUT holds plain dense safetensors that any software can load, and all losses in qprecon_recovery.json.
 """
 
 
@@ -16,7 +16,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "recover",
         help="train a pruned model towards the dense one, its zeros held",
-        description="Train the kept weights of a pruned model towards the predictions of the dense model it came from, and save it.",
+        description="Train a pruned model's kept weights towards the predictions of the dense model it came from, and save it.",
         epilog=_EPILOG,
         argument_default=argparse.SUPPRESS,
     )
@@ -46,8 +46,8 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         "--calib",
         metavar="FILE|builtin|c4",
         default="c4",
-        help='the text to train on: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own documentation), or '
-        "a name for the `datasets` library (default c4)",
+        help='the text to train on: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own documentation), '
+        "or a name for the `datasets` library (default c4)",
     )
     parser.add_argument("--nsamples", type=int, help="windows of text (default 128)")
     parser.add_argument("--seqlen", type=int, help="tokens a window (default 2048)")
@@ -84,7 +84,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer-state",
         choices=["auto", "float32", "host", "8bit"],
-        help="on the device in float32, in the host's memory, or in 8 bits (needs torchao); auto (default) takes the first that fits",
+        help="on the device in float32, in the host's memory, or in 8 bits (needs torchao); auto (default): the first that fits",
     )
     parser.add_argument(
         "--checkpointing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,18 +94,32 @@ def checkpointed(blocks: Sequence[Block], active: bool) -> Iterator[None]:
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
-    """While open, operations that have a form with the same bits at every run take it (attention's gradient on a GPU)."""
+def repeatable(device: torch.device) -> Iterator[None]:
+    """While open, operations on a GPU take the form that has the same bits at every run, or raise where they have none.
+
+    `less_repeatable` then lets those do as they do, while the others go on as before.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filling = memory.fill_uninitialized_memory
     try:
         with warnings.catch_warnings():
-            # Some operations have no such form, and a matrix product wants a setting of its own for several streams; one is used.
             warnings.filterwarnings("ignore", message=".*deterministic.*")
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            if device.type == "cuda":
+                # cuBLAS wants it said; torch looks for it once, at the first matrix product of the process.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                torch.use_deterministic_algorithms(True)
             memory.fill_uninitialized_memory = False  # no operation here reads what nobody wrote
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filling
+
+
+def less_repeatable(error: RuntimeError) -> bool:
+    """After an error: whether it was `repeatable`'s, which from now on is less strict, so that the same can be tried again."""
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if not strict or "deterministic" not in str(error).lower():
+        return False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return True

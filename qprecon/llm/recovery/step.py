@@ -79,13 +79,15 @@ class Look:
 
 
 @torch.no_grad()
-def look(pair: Distillation, windows: Sequence[torch.Tensor]) -> Look:
-    """A pass of both models over `windows`, one at a time. Waits for the device once."""
+def look(pair: Distillation, windows: Sequence[torch.Tensor], together: int) -> Look:
+    """A pass of both models over `windows`, `together` at once. Waits for the device once."""
     sums = torch.zeros(3, dtype=torch.float64, device=windows[0].device)
-    for tokens in windows:
-        rows = chunk_rows(pair.vocabulary, tokens.device)
-        hidden, target = (parts.decode(tokens[None])[0][0] for parts in (pair.student, pair.teacher))
-        sums += held_out_sums(pair.student.head, pair.teacher.head, hidden, target, tokens, pair.temperature, rows)
+    rows = chunk_rows(pair.vocabulary, windows[0].device)
+    heads = pair.student.head, pair.teacher.head
+    for tokens_BL in stacked(windows, together):
+        hidden_BLD, target_BLD = (parts.decode(tokens_BL)[0] for parts in (pair.student, pair.teacher))
+        for hidden, target, tokens in zip(hidden_BLD, target_BLD, tokens_BL, strict=True):
+            sums += held_out_sums(*heads, hidden, target, tokens, pair.temperature, rows)
     number = sum(window.numel() for window in windows)
     targets = max(number - len(windows), 1)  # the first token of a window is predicted by none
     divisors = torch.tensor([number, targets, targets], dtype=torch.float64, device=sums.device)

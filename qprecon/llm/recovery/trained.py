@@ -160,9 +160,8 @@ def packed(kept: torch.Tensor) -> torch.Tensor:
 
 def unpacked(bits: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The bool tensor of `packed` bits."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    count = torch.Size(shape).numel()
-    return ((bits[:, None] >> places) & 1).bool().view(-1)[:count].view(tuple(shape))
+    values = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return bits[:, None].bitwise_and(values).bool().view(-1)[: torch.Size(shape).numel()].view(tuple(shape))
 
 
 class Held:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +16,7 @@ from qprecon.llm.model.parts import split
 from qprecon.llm.recovery.memory import Fit, Memory, activation_bytes, choose_state, fit_activations
 from qprecon.llm.recovery.optimizers import Optimizer, make_optimizer
 from qprecon.llm.recovery.pair import Pair
-from qprecon.llm.recovery.placing import borrowed, checkpointed, repeatable
+from qprecon.llm.recovery.placing import borrowed, checkpointed, less_repeatable, repeatable
 from qprecon.llm.recovery.schedule import Schedule
 from qprecon.llm.recovery.state import Course, load_state, save_state, saved_fit
 from qprecon.llm.recovery.step import Distillation, Look, gradients, look, move
@@ -24,6 +25,7 @@ from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import CONTINUING, Step
 from qprecon.llm.storage.journal import Journal
 
+Result = TypeVar("Result")
 _SAVE_SECONDS = 300.0  # between states on the disk, unless steps are given
 _PROBE_TOKENS = 8
 
@@ -53,6 +55,7 @@ class Run:
     fit: Fit
     memory: Memory
     course: Course
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def place(task: Task, settings: dict[str, Any], journal: Journal | None, stack: 
             pair.dense.to(device)  # not a copy beside it
         stack.enter_context(borrowed(pair.dense, device))
         stack.enter_context(borrowed(pair.model, device, parameters))
-        stack.enter_context(repeatable())
+        stack.enter_context(repeatable(device))
         windows = [window.to(device) for window in task.windows]
         few = windows[0][None, :_PROBE_TOKENS]
         student, teacher = split(pair.model, few), split(pair.dense, few)
@@ -98,7 +101,7 @@ def place(task: Task, settings: dict[str, Any], journal: Journal | None, stack: 
     words = pair.model.get_input_embeddings().num_embeddings
     distillation = Distillation(student, teacher, words, settings["temperature"], settings["hidden_weight"])
     held = Held([item.bits for item in trained], device)
-    return Run(distillation, windows, optimizer, held, parameters, dtypes, fit, memory, course)
+    return Run(distillation, windows, optimizer, held, parameters, dtypes, fit, memory, course, notes)
 
 
 def train_on(
@@ -114,7 +117,7 @@ def train_on(
     while course.step < len(schedule.steps) and not _is_over(course, patience):
         with clock("train"):
             windows = [run.windows[index] for index in schedule.steps[course.step]]
-            course.pending.append(_gradients_that_fit(run, windows))
+            course.pending.append(_tried(run, partial(gradients, run.distillation, windows)))
             move(run.optimizer, run.held, schedule.rate(course.step))
         course.step += 1
         loss = _look(run, held_out, clock).loss if course.step in schedule.looks else None
@@ -128,7 +131,7 @@ def train_on(
         with torch.no_grad(), clock("look"):
             for weight, best in zip(run.weights, course.best, strict=True):
                 weight.copy_(best)
-            stored = look(run.distillation, held_out)
+            stored = look(run.distillation, held_out, run.fit.together)
     return Done(course, course.best, stored, _emptied(run), run.fit, run.memory)
 
 
@@ -138,7 +141,7 @@ def _look(run: Run, held_out: Sequence[torch.Tensor], clock: Clock) -> Look:
     with clock("train"):  # what a GPU has still to do of it
         course.read_losses()
     with clock("look"):
-        found = look(run.distillation, held_out)
+        found = _tried(run, partial(look, run.distillation, held_out))
         if not abs(found.loss) < float("inf"):
             raise ValueError(f"the loss on the windows held out is {found.loss} after step {course.step} of the recovery")
         course.looks.append((course.step, found))
@@ -174,20 +177,27 @@ def _due(save_steps: int | None) -> Callable[[int], bool]:
     return is_due
 
 
-def _gradients_that_fit(run: Run, windows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`gradients`; where a GPU's memory runs out, again with half as many windows at once. ValueError if it does with one."""
+def _tried(run: Run, work: Callable[[int], Result]) -> Result:
+    """`work(windows at once)`; where a GPU's memory runs out, again with half as many windows at once, and with operations that are not repeatable
+    where there are no others. ValueError if the memory does not suffice for one window."""
     while True:
         try:
-            return gradients(run.distillation, windows, run.fit.together)
+            return work(run.fit.together)
         except torch.cuda.OutOfMemoryError:
-            pass  # outside this clause, where the exception holds no tensors any more
-        for tensor in (*run.optimizer.leaves, *run.weights):
+            smaller = True
+        except RuntimeError as error:
+            if not less_repeatable(error):
+                raise
+            smaller = False
+            run.notes.append("this model has operations that give other bits at every run on a GPU, so the weights do too")
+        for tensor in (*run.optimizer.leaves, *run.weights):  # here the exception holds no tensors any more
             tensor.grad = None
-        torch.cuda.empty_cache()
-        if run.fit.together == 1:
+        if smaller and run.fit.together == 1:
             more = "optimizer_state='host', or shorter windows" if run.fit.checkpointing else "checkpointing=True"
-            raise ValueError(f"the GPU's memory does not suffice for one window of {windows[0].numel():,} tokens: give {more}")
-        run.fit = replace(run.fit, together=run.fit.together // 2)
+            raise ValueError(f"the GPU's memory does not suffice for one window of tokens: give {more}")
+        if smaller:
+            torch.cuda.empty_cache()
+            run.fit = replace(run.fit, together=run.fit.together // 2)
 
 
 def _emptied(run: Run) -> int:
