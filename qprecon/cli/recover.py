@@ -75,7 +75,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--hidden-weight", type=float, help="how much the error of the blocks' outputs counts beside the predictions (default 0)"
     )
     parser.add_argument(
-        "--patience", type=int, help="stop after so many looks at the held-out windows without gain, two a pass (default 3)"
+        "--patience", type=int, help="stop after so many looks at the held-out windows without gain, two a pass (default 4)"
     )
 
 

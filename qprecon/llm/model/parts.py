@@ -36,19 +36,26 @@ def split(model: nn.Module, tokens: torch.Tensor) -> Parts:
     its logits (scaling, capping, a bias) is done. Where that does not give the model's logits, the decoder is the whole model and
     the head nothing.
     """
-    decoder = getattr(model, "base_model", model)
-    if decoder is not model:
-        parts = Parts(_decode(decoder, "last_hidden_state"), _head(model))
-        expected = model(input_ids=tokens, use_cache=False).logits[0]
-        try:
-            found = parts.head(parts.decode(tokens)[0][0])
-        except Exception:  # of whatever class: this model's forward function wants more of its decoder
-            found = None
-        if found is not None and found.shape == expected.shape:
-            difference = (found - expected).float().abs().max()
-            if bool(difference <= _LARGEST_DIFFERENCE * expected.float().abs().max()):
-                return parts
-    return Parts(_decode(model, "logits"), lambda logits: logits)
+    embeddings = model.get_input_embeddings()
+    holds = [name for name, child in model.named_children() if any(module is embeddings for module in child.modules())]
+    parts = _tried(model, holds[0], tokens) if holds else None
+    return parts or Parts(_decode(model, "logits"), lambda logits: logits)
+
+
+def _tried(model: nn.Module, name: str, tokens: torch.Tensor) -> Parts | None:
+    """The parts if `name` is the decoder; None if the logits differ."""
+    decoder = model.get_submodule(name)
+    expected = model(input_ids=tokens, use_cache=False).logits[0]
+    try:
+        output = decoder(input_ids=tokens, use_cache=False)
+        parts = Parts(_decode(decoder, "last_hidden_state"), _head(model, name, type(output)))
+        found = parts.head(output.last_hidden_state[0])
+    except Exception:  # of whatever class: it is no decoder, or the model's forward function wants more of it
+        return None
+    if found.shape != expected.shape:
+        return None
+    difference = (found - expected).float().abs().max()
+    return parts if bool(difference <= _LARGEST_DIFFERENCE * expected.float().abs().max()) else None
 
 
 def _decode(module: nn.Module, wanted: str) -> Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
@@ -60,22 +67,27 @@ def _decode(module: nn.Module, wanted: str) -> Callable[..., tuple[torch.Tensor,
 
 
 class _HandsOn(nn.Module):
-    """In a decoder's place: returns the hidden states that it holds."""
+    """In a decoder's place: returns what it holds."""
 
-    def __init__(self, hidden: torch.Tensor):
+    def __init__(self, output: Any):
         super().__init__()
-        self.hidden = hidden
+        self.output = output
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Some models call the decoder of their decoder."""
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+        return self.output
 
 
-def _head(model: nn.Module) -> Head:
+def _head(model: nn.Module, name: str, kind: type) -> Head:
+    """`name`: of the model's decoder; `kind`: the class of its outputs, whose other fields the model may ask for; they are None."""
+
     def head(hidden_TD: torch.Tensor) -> torch.Tensor:
         outer = copy.copy(model)  # shares everything with the model but the table of its parts
-        outer._modules = dict(model._modules) | {str(model.base_model_prefix): _HandsOn(hidden_TD[None])}
+        outer._modules = dict(model._modules) | {name: _HandsOn(kind(last_hidden_state=hidden_TD[None]))}
         tokens = torch.zeros(1, len(hidden_TD), dtype=torch.int64, device=hidden_TD.device)
         return outer(input_ids=tokens, use_cache=False).logits[0]
 

@@ -48,7 +48,7 @@ def recover(
     temperature: float = 1.0,
     hidden_weight: float = 0.0,
     held_out: float = 0.0625,
-    patience: int = 3,
+    patience: int = 4,
     optimizer_state: str = "auto",
     checkpointing: bool | None = None,
     tokenizer: Any = None,

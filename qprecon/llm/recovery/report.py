@@ -53,7 +53,7 @@ class RecoveryReport:
         data = {"format": 1, "kind": "recovery", **dataclasses.asdict(self), "perplexity_before": self.perplexity_before}
         if files is not None:
             data["files"] = sorted(files)
-        return json.dumps(data, indent=1, allow_nan=False)
+        return json.dumps(data, indent=1, allow_nan=False, default=str)  # paths and dtypes among the settings
 
     def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
         """Write the JSON to `path`; `files` as in `to_json`."""

@@ -178,7 +178,7 @@ def _due(save_steps: int | None) -> Callable[[int], bool]:
 
 
 def _tried(run: Run, work: Callable[[int], Result]) -> Result:
-    """`work(windows at once)`; where a GPU's memory runs out, again with half as many windows at once, and with operations that are not repeatable
+    """`work(windows at once)`; again with half as many where a GPU's memory runs out, and with operations that are not repeatable
     where there are no others. ValueError if the memory does not suffice for one window."""
     while True:
         try:
