@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.parts import Parts
 from qprecon.llm.recovery.loss import BYTES_AN_ENTRY, chunk_rows
 from qprecon.llm.recovery.optimizers import NEEDS_TORCHAO, OPTIMIZER_STATES
@@ -120,8 +121,6 @@ def _least_activations(model: nn.Module, device: torch.device) -> int:
 
     From the sizes alone: each matrix keeps its input and has an output, and norms and activations about as much again.
     """
-    from qprecon.llm.model.blocks import find_blocks
-
     blocks = find_blocks(model)
     matrices = [p for p in blocks[0].module.parameters() if p.ndim >= 2]
     within = 2 * sum(matrix.shape[-1] + matrix.shape[-2] for matrix in matrices)

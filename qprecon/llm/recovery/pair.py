@@ -18,9 +18,12 @@ from qprecon.llm.model.loading import load_causal_lm, model_folder
 from qprecon.llm.model.unprunable import check_changeable, check_no_adapter
 from qprecon.llm.pruning.origin import check_in_memory, model_name
 from qprecon.llm.recovery.placing import compute_dtype
+from qprecon.llm.recovery.trained import own_part
 from qprecon.llm.storage.checkpoint import NotStreamable, open_shards
 from qprecon.llm.storage.journal import tensor_checksum
 from qprecon.llm.storage.output import REPORT_NAME, check_apart
+
+_MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,9 @@ def check_dense(dense: nn.Module, pruned: Sequence[LinearView]) -> None:
     """ValueError where the dense model has as many zeros in the pruned layers as a pruned one: names in the wrong order."""
     names = {view.name for view in pruned}
     views = [view for block in find_blocks(dense) for view in find_linears(block, model=dense).views if view.name in names]
-    zeros = sum(int((view.weights_NK() == 0).sum()) for view in views)
     total = sum(view.n_inputs * view.n_outputs for view in views)
-    if zeros > 0.1 * total:
+    zeros = total - sum(int(torch.count_nonzero(own_part(view, view.parameter.detach()))) for view in views)
+    if zeros > _MOST_ZEROS * total:
         raise ValueError(f"dense: {zeros / total:.0%} of its weights in the pruned layers are zero, so it is no dense model")
 
 

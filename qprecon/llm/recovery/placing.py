@@ -106,7 +106,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic.*")
             if device.type == "cuda":
-                # cuBLAS wants it said; torch looks for it once, at the first matrix product of the process.
+                # torch looks for it once, at the first matrix product of the process.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True)
             memory.fill_uninitialized_memory = False  # no operation here reads what nobody wrote
@@ -116,10 +116,12 @@ def repeatable(device: torch.device) -> Iterator[None]:
         memory.fill_uninitialized_memory = filling
 
 
-def less_repeatable(error: RuntimeError) -> bool:
-    """After an error: whether it was `repeatable`'s, which from now on is less strict, so that the same can be tried again."""
+def less_repeatable(error: RuntimeError) -> str | None:
+    """After an error: a note if it was `repeatable`'s, which is less strict from now on: the same can be tried again."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     if not strict or "deterministic" not in str(error).lower():
-        return False
+        return None
     torch.use_deterministic_algorithms(True, warn_only=True)
-    return True
+    if "CUBLAS" in str(error).upper():
+        return "other runs may give other bits: for the same, CUBLAS_WORKSPACE_CONFIG=:4096:8 must be set before the process starts"
+    return "other runs may give other bits: this model has an operation that no GPU repeats exactly"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -117,11 +118,15 @@ def _kinds(model: nn.Module, name: str, parameter: nn.Parameter) -> set[str]:
     return kinds or ({"biases"} if parameter.ndim == 1 and name.endswith("bias") else set())
 
 
+def own_part(view: LinearView, stored: torch.Tensor) -> torch.Tensor:
+    """What of a tensor in the shape of the view's parameter is its own, in the same orientation."""
+    return stored if view.expert is None else stored.view(view.experts, -1, stored.shape[-1])[view.expert]
+
+
 def _part(view: LinearView, stored: torch.Tensor) -> torch.Tensor:
-    """What of a tensor in the shape of the view's parameter is its own, as a view (N, K)."""
-    if view.expert is not None:
-        stored = stored.view(view.experts, -1, stored.shape[-1])[view.expert]
-    return stored if view.inputs_first else stored.t()
+    """`own_part` as a view (N, K)."""
+    own = own_part(view, stored)
+    return own if view.inputs_first else own.t()
 
 
 def _given(views: Sequence[LinearView], source: Any) -> dict[str, torch.Tensor]:
@@ -149,13 +154,8 @@ def _given(views: Sequence[LinearView], source: Any) -> dict[str, torch.Tensor]:
 
 
 def packed(kept: torch.Tensor) -> torch.Tensor:
-    """Bits of a bool tensor of any shape, as uint8 (ceil(n / 8),), flattened row by row, the first in the lowest bit."""
-    flat = kept.reshape(-1)
-    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    bits = torch.zeros(len(flat), dtype=torch.uint8, device=kept.device)
-    for place in range(8):
-        bits |= flat[:, place].to(torch.uint8) << place
-    return bits
+    """Bits of a bool tensor of any shape, uint8 (ceil(n / 8),) on the host: row by row, the first in the lowest bit."""
+    return torch.from_numpy(np.packbits(kept.cpu().numpy(), axis=None, bitorder="little"))
 
 
 def unpacked(bits: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

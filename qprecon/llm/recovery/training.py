@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -82,6 +82,7 @@ def place(task: Task, settings: dict[str, Any], journal: Journal | None, stack: 
         kind, memory = choose_state(asked, pair.model, pair.dense, task.selected, longest, device)
         if pair.dense_loaded:
             pair.dense.to(device)  # not a copy beside it
+        stack.enter_context(torch.cuda.device(device) if device.type == "cuda" else nullcontext())
         stack.enter_context(borrowed(pair.dense, device))
         stack.enter_context(borrowed(pair.model, device, parameters))
         stack.enter_context(repeatable(device))
@@ -186,10 +187,10 @@ def _tried(run: Run, work: Callable[[int], Result]) -> Result:
         except torch.cuda.OutOfMemoryError:
             smaller = True
         except RuntimeError as error:
-            if not less_repeatable(error):
+            if (note := less_repeatable(error)) is None:
                 raise
             smaller = False
-            run.notes.append("this model has operations that give other bits at every run on a GPU, so the weights do too")
+            run.notes.append(note)
         for tensor in (*run.optimizer.leaves, *run.weights):  # here the exception holds no tensors any more
             tensor.grad = None
         if smaller and run.fit.together == 1:

@@ -227,7 +227,8 @@ def test_the_folder(tmp_path):
     data = json.loads((out / "qprecon_recovery.json").read_text())
     assert data["losses"] == list(report.losses) and data["held_out"] == list(report.held_out)
     assert data["settings"]["seed"] == 0 and data["versions"]["torch"] == torch.__version__
-    assert {"model.safetensors", "config.json", "generation_config.json", "README.md", "qprecon_recovery.json"} == set(data["files"])
+    written = {"model.safetensors", "config.json", "generation_config.json", "README.md", "qprecon_recovery.json"}
+    assert written == set(data["files"])
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.25
     card = (out / "README.md").read_text()
     assert f"{report.perplexity_stored:.3f}" in card and "no smaller" in card and card.startswith("---\n")
