@@ -147,8 +147,9 @@ def prune(bench: Bench, row: Row) -> tuple[PruneReport, float]:
         masks, learning = learned_masks(bench, row, windows, ignore)
         mask, options = "given", {"masks": masks}
     started = time.perf_counter()
+    update = {"update": "optimal", "backend": "adam"} if row.update == "adam" else {"update": row.update}
     report = prune_model(
-        bench.model, windows, pattern=row.pattern, mask=mask, update=row.update, damping=row.damping, tol=TOL,
+        bench.model, windows, pattern=row.pattern, mask=mask, **update, damping=row.damping, tol=TOL,
         ignore=ignore, mask_options=options, device=bench.dense[0].device, progress=False,
     )  # fmt: skip
     _wait(bench)

@@ -14,6 +14,7 @@ import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
 from qprecon.llm.model.targets import ATTENTION
+from qprecon.llm.pruning.recipe import Recipe, Run, default_text, options
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -58,22 +59,21 @@ def test_python_m_qprecon_runs_it():
 
 
 def test_every_option_of_prune_is_an_argument_of_prune_model():
-    options, text = options_of("prune")
+    destinations, text = options_of("prune")
     parameters = set(inspect.signature(qprecon.llm.prune_model).parameters)
-    assert options - parameters == {
-        "help", "calib", "quiet", "recipe", "traceback", "skip_attention", "mask_file", "mask_option",
-        "allocation_option",
-    }  # fmt: skip
+    assert destinations - parameters == {"help", "quiet", "traceback", "skip_attention", "mask_file"}
+    assert parameters - destinations == {"tokenizer"}
     assert "KEPT" in text and "PRUNED" in text  # N:M is counted the other way round in Wanda's and SparseGPT's scripts
 
 
-def test_the_defaults_that_the_help_names_are_those_of_prune_model():
-    parameters = inspect.signature(qprecon.llm.prune_model).parameters
+def test_the_help_names_the_defaults():
     text = " ".join(options_of("prune")[1].split())
-    for name in ("sparsity", "damping", "nsamples", "seqlen", "seed", "backend"):
-        assert f"(default {parameters[name].default}" in text.split(f"--{name} ")[-1].split(" --")[0], name
-    for name in ("mask", "update", "allocation"):
-        assert f"{parameters[name].default} (default)" in text
+    for of in (Recipe, Run):
+        for each, option in options(of):
+            default = default_text(each, option)
+            flag = option.flag or "--" + each.name.replace("_", "-")
+            assert " ".join(option.help.split()) in text and flag in text, each.name
+            assert not default or f"(default {default})" in text.split(f"{flag} ")[-1].split(" --")[0], each.name
 
 
 def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
@@ -153,8 +153,8 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--backend", "choleski"], "choleski"),
         (["--mask", "wanda", "--mask-file", "masks.npz"], "leave one out"),
         (["--mask-file", "masks.npz"], "masks.npz"),
-        (["--mask-option", "block_size"], "--mask-option 'block_size' is not of the form KEY=VALUE"),
-        (["--allocation", "owl", "--allocation-option", "lam"], "--allocation-option 'lam' is not of the form KEY=VALUE"),
+        (["--progress", "json", "--quiet"], "--quiet and --progress"),
+        (["--nsamples", "0"], "nsamples must be at least 1"),
         (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
         (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
         (["--mask", "sparsegpt", "--mask-option", "damping=abc"], "damping must be a number, got 'abc'"),
@@ -177,6 +177,24 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("qprecon prune: error: ") and culprit in error
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "culprits"),
+    [
+        ("--mask-option block_size", ("--mask-option", "'block_size'", "KEY=VALUE")),
+        ("--allocation owl --allocation-option lam", ("--allocation-option", "'lam'", "KEY=VALUE")),
+        ("--sparsity 0,5", ("--sparsity", "'0,5'", "did you mean 0.5?")),
+        ("--sparsity half", ("--sparsity", "'half'", "a number")),
+        ("--nsamples 1.5", ("--nsamples", "'1.5'", "a whole number")),
+        ("--update adam", ("--update", "adam")),
+    ],
+)
+def test_flags_that_cannot_be_read_name_themselves(capsys, options, culprits):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["prune", "M", "O", *options.split()])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stopped.value.code == 2 and all(culprit in error for culprit in culprits)
 
 
 def test_bad_input_prints_no_traceback(folder):

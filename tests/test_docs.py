@@ -15,7 +15,8 @@ import torch
 import qprecon
 from qprecon import cli
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS
-from qprecon.llm.pruning.recipe import ALIASES, load_recipe
+from qprecon.llm.pruning.recipe import ALIASES
+from qprecon.llm.pruning.recipe_file import load_recipe
 from qprecon.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent

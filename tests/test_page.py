@@ -12,7 +12,7 @@ import pytest
 from qprecon import cli
 from qprecon.llm import prune_model
 from qprecon.llm.evaluation import assessment
-from qprecon.llm.pruning import recipe
+from qprecon.llm.pruning import recipe_file
 from qprecon.llm.storage import output
 from qprecon.page import runs, write_page
 from qprecon.page.charts import _linear_scale, _log_scale
@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
     perplexities = [{"value": 41.25, "text": "wiki", "seqlen": 512, "windows": 4, "bos": "none"}]
     saved = {"format": 1, "perplexity": perplexities, "tasks": scores}
     (home / "a<b&c" / assessment.EVALUATION_NAME).write_text(json.dumps(saved))
-    (home / "a<b&c" / recipe.RECIPE_NAME).write_text("mask: wanda\n")
+    (home / "a<b&c" / recipe_file.RECIPE_NAME).write_text("mask: wanda\n")
     return [home / "a<b&c", home / "plain"]
 
 
@@ -71,7 +71,7 @@ class Checker(HTMLParser):
 
 def test_the_names_are_those_that_the_rest_writes():
     assert (runs.REPORT_NAME, runs.EVALUATION_NAME, runs.RECIPE_NAME) == (
-        output.REPORT_NAME, assessment.EVALUATION_NAME, recipe.RECIPE_NAME,
+        output.REPORT_NAME, assessment.EVALUATION_NAME, recipe_file.RECIPE_NAME,
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_no_field_of_a_report_gets_into_the_page_as_markup(folders, tmp_path):
     report, evaluation = files.values()
     report |= {"layers": report["layers"][:2], "warnings": ["a"], "excluded": [["b", "c"]]}
     evaluation["tasks"] = evaluation["tasks"][:1]
-    (tmp_path / recipe.RECIPE_NAME).write_text(hostile)
+    (tmp_path / recipe_file.RECIPE_NAME).write_text(hostile)
     shown = 0
     for name, data in files.items():
         for path in leaves(data):

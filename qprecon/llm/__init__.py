@@ -1,20 +1,51 @@
-"""Pruning of causal language models: `prune_model`, `recover`, `perplexity`, and their reports.
+"""Pruning of causal language models: `prune_model`, `recover`, `Recipe`, `perplexity`, and their reports.
 
-Needs torch and transformers, which `pip install 'qprecon[llm]'` brings.
+Needs torch and transformers, which `pip install 'qprecon[llm]'` brings. They are imported with the first of these names that is
+asked for, so that the command line can show the options of a `Recipe` without them.
 """
 
-try:
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name not in ("torch", "transformers"):
-        raise
-    raise ImportError(f"qprecon.llm needs {error.name}: pip install 'qprecon[llm]'") from error
+from __future__ import annotations
 
-from qprecon.llm.evaluation.perplexities import perplexity
-from qprecon.llm.pruning.loop import prune_model
-from qprecon.llm.recovery.loop import recover
-from qprecon.llm.recovery.report import RecoveryReport
-from qprecon.llm.reporting.report import PruneReport
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PruneReport", "RecoveryReport", "perplexity", "prune_model", "recover"]
+if TYPE_CHECKING:
+    from qprecon.llm.evaluation.perplexities import perplexity
+    from qprecon.llm.pruning.loop import prune_model
+    from qprecon.llm.pruning.recipe import Recipe
+    from qprecon.llm.recovery.loop import recover
+    from qprecon.llm.recovery.report import RecoveryReport
+    from qprecon.llm.reporting.report import PruneReport
+
+__all__ = ["PruneReport", "Recipe", "RecoveryReport", "perplexity", "prune_model", "recover"]
+
+_PLACES = {
+    "PruneReport": "qprecon.llm.reporting.report",
+    "Recipe": "qprecon.llm.pruning.recipe",
+    "RecoveryReport": "qprecon.llm.recovery.report",
+    "perplexity": "qprecon.llm.evaluation.perplexities",
+    "prune_model": "qprecon.llm.pruning.loop",
+    "recover": "qprecon.llm.recovery.loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_installed()
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def check_installed() -> None:
+    """ImportError, naming the extra, where torch or transformers is missing."""
+    for package in ("torch", "transformers"):
+        try:
+            import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "transformers"):
+                raise
+            raise ImportError(f"qprecon.llm needs {error.name}: pip install 'qprecon[llm]'") from error

@@ -63,7 +63,7 @@ def _lead(run: Run) -> str:
         "none": "the kept weights were left as they were",
         "own": f"the kept weights were updated as {s['mask']} itself does",
         "adam": "the kept weights were rebuilt with Adam",
-    }.get(s["update"], f"update: {s['update']}")
+    }.get("adam" if s.get("backend") == "adam" and s["update"] == "optimal" else s["update"], f"update: {s['update']}")
     pattern = s["pattern"] if isinstance(s["pattern"], str) else "patterns by layer"
     reached = "" if pattern == "given" else f" to {pattern}"
     text = (

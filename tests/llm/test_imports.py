@@ -16,8 +16,12 @@ MOST_FILES = 12
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-def test_a_missing_package_names_the_extra(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None\nimport qprecon.llm"
+@pytest.mark.parametrize(
+    "wanted",
+    ["from qprecon.llm import prune_model", "import qprecon.llm; qprecon.llm.perplexity", "import qprecon.llm.evaluation.tasks"],
+)
+def test_a_missing_package_names_the_extra(missing, wanted):
+    code = f"import sys; sys.modules[{missing!r}] = None\n{wanted}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
     assert f"ImportError: qprecon.llm needs {missing}: pip install 'qprecon[llm]'" in run.stderr

@@ -1,1 +1,5 @@
 """The model as it is given: its blocks, linear layers and experts, and how it is loaded."""
+
+from qprecon.llm import check_installed
+
+check_installed()

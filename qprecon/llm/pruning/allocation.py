@@ -28,11 +28,10 @@ from qprecon.llm.masks import LayerData, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.loading import check_unwrapped, choose_device
 from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
+from qprecon.llm.pruning.recipe import Recipe
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import Step
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
-
-ALLOCATIONS = ("uniform", "owl")
 
 
 @dataclass(frozen=True)
@@ -56,22 +55,20 @@ class Owl:
         return {"lam": self.lam, "threshold": self.threshold}
 
 
-def owl_asked(allocation: str, options: Mapping[str, Any] | None, pattern: Any, mask: str) -> Owl | None:
-    """What `prune_model` is to do about sparsities: None for "uniform". ValueError where the arguments do not go together."""
-    if allocation not in ALLOCATIONS:
-        raise ValueError(f"allocation must be one of {', '.join(ALLOCATIONS)}, got {allocation!r}")
-    if allocation == "uniform":
+def owl_asked(recipe: Recipe) -> Owl | None:
+    """What is to be done about sparsities: None for "uniform". ValueError where the settings do not go together."""
+    options = recipe.allocation_options
+    if recipe.allocation == "uniform":
         if options:
             raise ValueError(f"allocation_options ({', '.join(options)}) need allocation='owl'")
         return None
-    if mask == "given":
+    if recipe.mask == "given":
         raise ValueError("allocation 'owl': given masks are taken as they are, so it would have no effect")
-    if isinstance(pattern, Mapping):
+    if isinstance(recipe.amount, Mapping):
         raise ValueError("allocation 'owl' needs one sparsity for all layers; the pattern gives each its own")
-    options = dict(options or {})
     if unknown := set(options) - {"lam", "threshold"}:
         raise ValueError(f"allocation 'owl' has no option {min(unknown)!r}; its options are lam, threshold")
-    return Owl(Pattern.parse(pattern), **options)
+    return Owl(Pattern.parse(recipe.amount), **options)
 
 
 def owl_plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,13 @@ from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.packed import write_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.loading import choose_device
-from qprecon.llm.pruning.allocation import owl_asked, owl_plan
+from qprecon.llm.pruning.allocation import Owl, owl_asked, owl_plan
 from qprecon.llm.pruning.half import half_precision_hint
 from qprecon.llm.pruning.measure import finished_rows
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, find_model
 from qprecon.llm.pruning.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
+from qprecon.llm.pruning.recipe import Recipe, as_recipe, takes_settings
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import CONTINUING, Step, library_bars, progress_bar, progress_mode, say
@@ -35,36 +36,21 @@ from qprecon.llm.storage.output import check_output, check_writable, complete_fo
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
 
+@takes_settings
 @torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
 def prune_model(
     model: nn.Module | str | Path,
     calibration: Any,
+    recipe: Recipe | Mapping[str, Any] | None = None,
     *,
-    sparsity: float | str = 0.5,
-    pattern: str | float | Pattern | Mapping[str, str | float | Pattern] | None = None,
-    allocation: str = "uniform",
-    allocation_options: Mapping[str, Any] | None = None,
-    mask: str = "wanda",
-    update: str = "optimal",
-    backend: str = "auto",
-    damping: float = 0.01,
-    tol: float = 1e-4,
     tokenizer: Any = None,
-    nsamples: int = 128,
-    seqlen: int = 2048,
-    seed: int = 0,
-    targets: str | Sequence[str] | None = None,
-    ignore: str | Sequence[str] | None = None,
-    propagate: str = "pruned",
     out: str | Path | None = None,
     device: str | torch.device | None = None,
     store: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = "auto",
     progress: bool | str = True,
-    save_masks: bool = False,
-    mask_options: Mapping[str, Any] | None = None,
-    solve_options: Mapping[str, Any] | None = None,
     resume: bool = True,
+    save_masks: bool = False,
+    **settings: Any,
 ) -> PruneReport:
     """Prune a model to a sparsity pattern, with optimal weights for the masks (the paper's Algorithm 1).
 
@@ -75,25 +61,17 @@ def prune_model(
             safetensors is read and written block by block and never held; where that cannot be done, the report says why.
         calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; or text, or one long tensor
             of tokens, (T,), from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
-        sparsity, pattern: the share to prune, or a pattern ("50%", "2:4" = two of four **kept**), or a dict from layer
-            patterns to patterns (layers that match none stay dense). One of the two, not both. Given masks must hold the
-            pattern, if one is named.
-        allocation: "uniform" takes the sparsity for every block; "owl" a lower one for blocks with more outliers, the same on
-            average (`qprecon.llm.pruning.allocation`; its options are lam and threshold).
-        mask: a mask selector ("magnitude", "wanda", "sparsegpt", "thanos", …); it sees the undamped H.
-        update: "optimal" solves for the kept weights; "none" keeps them; "own" takes the selector's; "adam" uses Adam.
-        backend, damping, tol, solve_options: as in `qprecon.solve`; a backend's own options need its name, not "auto".
-        targets, ignore: names, globs or `re:` expressions of layers to prune or to leave (see `qprecon.llm.model.targets`).
-        propagate: what later blocks are calibrated on: "pruned" outputs (Algorithm 1) or those of the "dense" model.
+        recipe: the settings as one object, or a mapping of some of them.
+        tokenizer: for text, where the model is in memory.
         out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
             wrote there before, which is then replaced.
         device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
             between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
-        dtype: of a model given by name, while it is pruned and in `out`; "auto" as stored. On a CPU "float32" can be much faster.
         progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
-        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.masks.packed`).
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
             True the same call continues it, with the same weights as an uninterrupted run; False starts over.
+        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.masks.packed`).
+        **settings: fields of `Recipe` by name, in place of those of `recipe`.
 
     Returns:
         PruneReport, one row a layer.
@@ -103,7 +81,7 @@ def prune_model(
             unfinished run with other settings beside `out` (the differences are named).
         OSError: a file that cannot be written; blocks finished before are kept.
     """
-    settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
+    recipe = as_recipe(recipe, settings)
     clock = Clock()
     notes: list[str] = []
     with clock("load"):
@@ -115,39 +93,32 @@ def prune_model(
         device = choose_device(device)
         if store not in (None, "auto"):
             choose_device(store, "store")
-        if pattern is not None and sparsity != _SPARSITY:
-            raise ValueError(f"sparsity={sparsity!r} and pattern={pattern!r} say two things: give one of them")
-        stated = pattern is not None or sparsity != _SPARSITY
-        pattern = sparsity if pattern is None else pattern
-        owl = owl_asked(allocation, allocation_options, pattern, mask)
-        described = _described(pattern) if stated or mask != "given" else "given"
-        settings |= {"pattern": described, "device": str(device), "allocation_options": owl and owl.options}
-        method = Method(mask, update, backend, damping, tol, dict(mask_options or {}), dict(solve_options or {}))
-        check_choices(method, None if isinstance(pattern, Mapping) else Pattern.parse(pattern), propagate, device)
+        owl = owl_asked(recipe)
+        recorded = _recorded(recipe, owl) | {"out": out, "device": str(device), "store": store}
+        method = Method(**recipe.settings())
+        check_choices(method, device)
         with library_bars(progress):
-            found = find_model(model, tokenizer, out, dtype, mask, notes)
-        plan = plan_layers(found.model, pattern, targets, ignore)
+            found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, notes)
+        plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
-        method = with_given_masks(method, plan, stated)
+        method = with_given_masks(method, plan, recipe.amount_stated)
         if out is not None and found.shards is None:
             check_writable(found.model)
-        samples = calibration_samples(found.model, calibration, found.tokenizer, nsamples, seqlen, seed)
-        source = _open_source(found, plan, samples, settings, method, out, device, resume, clock, notes)
+        samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
+        source = _open_source(found, plan, samples, recorded, method, out, device, resume, clock, notes)
     try:
-        notes += filter(None, [half_precision_hint(plan, dtype, device)])
+        notes += filter(None, [half_precision_hint(plan, recipe.dtype, device)])
         say(notes, progress)
         with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
             if owl is not None and source.finished <= plan.last:
                 plan = owl_plan(source, plan, samples, owl, store, clock, step, notes)
-            rows, kept_on = _prune_blocks(source, plan, method, samples, propagate, store, clock, step, notes)
+            rows, kept_on = _prune_blocks(source, plan, method, samples, recipe.propagate, store, clock, step, notes)
         source.close()
     finally:
         source.stop()
-    settings |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
-    settings["calibration"] = describe_source(calibration)
-    settings["mask_options"] = {key: value for key, value in (mask_options or {}).items() if key != "masks"}
-    settings["seqlen"] = max(sample.numel() for sample in samples)
-    report = _report(source, plan, rows, settings, clock, notes)
+    recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
+    recorded |= {"calibration": describe_source(calibration), "seqlen": max(sample.numel() for sample in samples)}
+    report = _report(source, plan, rows, recorded, clock, notes)
     if out is not None:
         with clock("save"):
             if found.shards is None:
@@ -159,6 +130,15 @@ def prune_model(
                 write_masks(out, _stored_masks(found, plan, out))
         report = replace(report, phase_seconds=dict(clock.seconds))
     return report
+
+
+def _recorded(recipe: Recipe, owl: Owl | None) -> dict[str, Any]:
+    """The settings as the report and an unfinished run's fingerprint have them: plain, and the pattern in one place."""
+    settings = {name: value for name, value in recipe.settings().items() if name != "sparsity"}
+    settings["pattern"] = _described(recipe.amount) if recipe.amount_stated or recipe.mask != "given" else "given"
+    settings["allocation_options"] = owl and owl.options
+    settings["mask_options"] = {key: value for key, value in recipe.mask_options.items() if key != "masks"}
+    return settings
 
 
 def _prune_blocks(
@@ -203,10 +183,6 @@ def _prune_blocks(
     return rows, inputs.store
 
 
-_SPARSITY = 0.5  # the default, beside which a pattern may stand
-_UNRECORDED = ("model", "calibration", "tokenizer", "progress", "save_masks", "sparsity", "resume")
-
-
 def _open_source(
     found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
     resume: bool, clock: Clock, notes: list[str],
@@ -221,7 +197,7 @@ def _open_source(
         "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
         "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
-        "mask_options": digest(method.mask_options),
+        "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
     source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, clock)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from qprecon.llm.pruning.recipe import Recipe
 
-UPDATES = ("optimal", "none", "own", "adam")
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
-class Method:
-    """How layers are pruned: the mask selector and the weight update, with their options."""
+class Method(Recipe):
+    """The recipe as layers see it: with given masks read, and with masks that were learned on the whole model."""
 
-    mask: str = "wanda"
-    update: str = "optimal"
-    backend: str = "auto"
-    damping: float = 0.01
-    tol: float = 1e-4
-    mask_options: Mapping[str, Any] = field(default_factory=dict)
-    solve_options: Mapping[str, Any] = field(default_factory=dict)
     learned_masks: Mapping[str, torch.Tensor] | None = None

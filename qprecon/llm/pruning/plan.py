@@ -21,9 +21,7 @@ from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.linears import UNHELD, BlockLinears, LinearView, check_refused, find_linears
 from qprecon.llm.model.targets import as_patterns, check_patterns, matches
 from qprecon.llm.model.unprunable import check_changeable, check_no_adapter
-from qprecon.llm.pruning.method import UPDATES, Method
-
-PROPAGATE = ("pruned", "dense")
+from qprecon.llm.pruning.method import Method
 
 
 @dataclass(frozen=True)
@@ -149,23 +147,16 @@ def _other_linears(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
 
 
-def check_choices(method: Method, pattern: Pattern | None, propagate: str, device: torch.device) -> None:
-    """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is.
-
-    `pattern`: that of all layers, None where each has its own.
-    """
-    if propagate not in PROPAGATE:
-        raise ValueError(f"propagate must be one of {', '.join(PROPAGATE)}, got {propagate!r}")
-    if method.update not in UPDATES:
-        raise ValueError(f"unknown update {method.update!r}; known: {', '.join(UPDATES)}")
+def check_choices(method: Method, device: torch.device) -> None:
+    """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is."""
     selector = get_selector(method.mask)
-    if pattern is not None:
-        _check_makes(selector, [pattern])
+    if not isinstance(method.amount, Mapping):
+        _check_makes(selector, [Pattern.parse(method.amount)])
     if method.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
     _check_mask_options(method, selector)
     _check_solve_options(method)
-    if method.update in ("optimal", "adam"):
+    if method.update == "optimal":
         _try_solve(method, device)
 
 
@@ -278,9 +269,8 @@ def _try_solve(method: Method, device: torch.device) -> None:
     hessian_NN = torch.eye(4, dtype=torch.float32, device=device)
     weights_NK = torch.ones(4, 1, dtype=torch.float32, device=device)
     mask_NK = torch.tensor([[True], [False], [True], [True]], device=device)
-    backend = "adam" if method.update == "adam" else method.backend
     qprecon.solve(
-        hessian_NN, weights_NK, mask_NK, backend, damping=method.damping, tol=method.tol, **method.solve_options
+        hessian_NN, weights_NK, mask_NK, method.backend, damping=method.damping, tol=method.tol, **method.solve_options
     )
 
 

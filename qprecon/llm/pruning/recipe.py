@@ -1,279 +1,303 @@
-"""Recipes: everything that `qprecon prune` takes, in a YAML file.
+"""The settings of a run: each option once, with its type, default, help, other names and limits.
 
-The keys are the arguments of `prune_model`, taken from its signature, so that there is one vocabulary. The words of
-Wanda's command line and of llm-compressor's recipes are read as aliases (`ALIASES`); `stages` reads the latter's own form.
+`Recipe` says what is done to the model, `Run` on what and where. Made from the two: the keywords of `prune_model`, the flags of
+`qprecon prune`, the keys of a recipe file, the settings in the report, and the table of docs/pruning.md. Neither torch nor
+transformers is imported here, so that `qprecon prune --help` is quick.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
-import os
-import re
+import math
 import typing
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import pydantic
-import yaml
-
+from qprecon._options import check_values
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.model.targets import ATTENTION, as_patterns
-from qprecon.llm.pruning.loop import prune_model
-from qprecon.llm.pruning.stages import without_stage
 
-RECIPE_NAME = "recipe.yaml"
+UPDATES = ("optimal", "none", "own")
+PROPAGATE = ("pruned", "dense")
+ALLOCATIONS = ("uniform", "owl")
+PROGRESS = ("bar", "json", "quiet")
+DEFAULT_SPARSITY = 0.5
 
-# Objects that only a program can hand over.
-_NOT_IN_A_FILE = ("tokenizer",)
-
-# Where prune_model also takes objects (a model in memory, tensors, Pattern), a file has names, numbers and lists.
-_FILE_TYPES: dict[str, Any] = {
-    "model": str,
-    "calibration": str,
-    "pattern": str | float | dict[str, str | float] | None,
-    "targets": str | list[str] | None,
-    "ignore": str | list[str] | None,
-    "out": str | None,
-    "device": str | None,
-    "store": str | None,
-    "dtype": str | None,
-    "allocation_options": dict[str, Any] | None,
-    "mask_options": dict[str, Any] | None,
-    "solve_options": dict[str, Any] | None,
-}
-
-ALIASES = {
-    # Wanda's command line
-    "sparsity_ratio": "sparsity",
-    "sparsity_type": "pattern",
-    "prune_method": "mask",
-    "save_model": "out",
-    # llm-compressor's recipes
-    "mask_structure": "pattern",
-    "dampening_frac": "damping",
-    # the command line's own short word
-    "calib": "calibration",
-}
+AMOUNT, WEIGHTS, CALIBRATION, LAYERS, RUN = "how much, and which weights", "kept weights", "calibration", "layers", "the run"
 
 
-def _fields() -> dict[str, Any]:
-    hints = typing.get_type_hints(prune_model)
-    parameters = inspect.signature(prune_model).parameters
-    names = [name for name in parameters if name not in _NOT_IN_A_FILE]
-    return {name: (_FILE_TYPES.get(name, hints[name]) | None, None) for name in names}
+@dataclass(frozen=True)
+class Option:
+    """What is known of a field of `Recipe` or `Run` beside its name, type and default.
 
-
-# Every key may be absent; what is absent keeps prune_model's own default. Strict: "128" is no number of samples.
-_Keys = pydantic.create_model("_Keys", __config__=pydantic.ConfigDict(extra="forbid", strict=True), **_fields())
-
-
-class Recipe(Mapping[str, Any]):
-    """Checked arguments of `prune_model`, those that were given only."""
-
-    def __init__(self, arguments: Mapping[str, Any], source: str = "recipe") -> None:
-        """Check `arguments`, aliases among them. ValueError names the wrong key or value and the nearest right one."""
-        translated = _translate(arguments, source)
-        try:
-            _Keys(**translated)
-        except pydantic.ValidationError as error:
-            raise ValueError(f"{source}: {_first_error(error)}") from error
-        self._arguments = _agreed(translated, source)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._arguments[key]
-
-    def __iter__(self) -> typing.Iterator[str]:
-        return iter(self._arguments)
-
-    def __len__(self) -> int:
-        return len(self._arguments)
-
-    def overridden(self, arguments: Mapping[str, Any]) -> Recipe:
-        """This recipe with `arguments` in place of its own.
-
-        A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
-        """
-        kept, arguments = dict(self._arguments), _without_flags(arguments, "the command line")
-        for word, options in (("mask", "mask_options"), ("allocation", "allocation_options")):
-            if word in arguments:
-                kept.pop(options, None)
-            elif options in arguments:
-                arguments[options] = {**kept.get(options, {}), **arguments[options]}
-        if {"sparsity", "pattern"} & set(arguments):
-            kept.pop("sparsity", None), kept.pop("pattern", None)
-        return Recipe(kept | arguments)
-
-    def effective(self) -> Recipe:
-        """This recipe with prune_model's defaults written out, so that it stays the same when those change.
-
-        Without `resume`, which is about one run: a later one may go on with what an interrupted one has done.
-        """
-        parameters = inspect.signature(prune_model).parameters
-        defaults = {name: parameter.default for name, parameter in parameters.items() if name in _Keys.model_fields}
-        complete = {name: value for name, value in defaults.items() if value not in (None, inspect.Parameter.empty)}
-        if "pattern" in self:
-            complete.pop("sparsity")
-        return Recipe({key: value for key, value in (complete | self._arguments).items() if key != "resume"})
-
-    def to_yaml(self) -> str:
-        """The recipe as YAML that `load_recipe` reads back to the same arguments, whatever the YAML version."""
-        return yaml.dump(dict(self._arguments), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `recipe.yaml` into `folder`: complete or not at all."""
-        path = Path(folder) / RECIPE_NAME
-        partial = path.with_name(f".{RECIPE_NAME}.partial")
-        partial.write_text(self.to_yaml(), encoding="utf-8")
-        os.replace(partial, path)
-        return path
-
-
-def command_recipe(path: str | Path | None, given: Mapping[str, Any]) -> Recipe:
-    """What `qprecon prune` is to do: the recipe at `path`, if any, with the flags `given` in place of its own.
-
-    Raises ValueError where model or out is missing, and as `load_recipe` does.
+    help: one sentence, for the command line, Python and the documentation alike. group: the heading it stands under.
+    flag: of the command, made from the name unless given. aliases: words of other tools for it. least: the smallest value.
+    default: how the default reads where it is not the field's own.
     """
-    recipe = (load_recipe(path) if path is not None else Recipe({})).overridden(given)
-    for key in ("model", "out"):
-        if key not in recipe:
-            raise ValueError(
-                f"{key.upper()} is missing: give it on the command line, before --targets and --ignore, which take all names that "
-                f"follow them, or as {key!r} in the recipe"
-            )
-    return Recipe({"calibration": "c4", "device": "auto", **recipe})
+
+    help: str
+    group: str
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    flag: str = ""
+    metavar: str | None = None
+    least: float = -math.inf
+    default: str = ""
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe.
+def _option(default: Any, help: str, group: str, /, **more: Any) -> Any:
+    return field(default=default, metadata={"option": Option(help, group, **more)})
 
-    Raises FileNotFoundError; ValueError where the file is no YAML mapping, has an unknown key (the nearest known one is
-    named), a key twice, or a value of the wrong kind.
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to a model. Every field is a keyword of `prune_model`, a flag of `qprecon prune` and a key of a recipe file.
+
+    Raises ValueError for a value that is of the wrong type or out of range, or for two that contradict each other.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such recipe: {path}")
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: a recipe is a mapping such as 'sparsity: 0.5', this is {type(data).__name__}")
-    return Recipe(data, str(path))
+
+    sparsity: float | str | None = _option(
+        None, "share of zeros in each output's weights, 0.5 or '50%'", AMOUNT,
+        aliases=("sparsity_ratio",), default="0.5",
+    )  # fmt: skip
+    pattern: str | float | Pattern | Mapping[str, Any] | None = _option(
+        None,
+        "in place of sparsity: N:M, where N of every M consecutive inputs are KEPT, e.g. 2:4 (the scripts of Wanda and SparseGPT "
+        "count the PRUNED ones, so their 1:4 is 3:4 here); or a mapping from names of layers (see targets) to patterns, where "
+        "layers that match none stay dense",
+        AMOUNT, aliases=("sparsity_type", "mask_structure"), metavar="N:M",
+    )  # fmt: skip
+    mask: str = _option(
+        "wanda",
+        "how the kept weights are chosen: wanda, magnitude, sparsegpt, thanos, alps, proxsparse (2:4 only), given, or an installed "
+        "plugin's name",
+        AMOUNT, aliases=("prune_method",),
+    )  # fmt: skip
+    mask_options: Mapping[str, Any] | None = _option(
+        None, "options of the mask, e.g. block_size=64", AMOUNT, flag="--mask-option", metavar="KEY=VALUE"
+    )
+    allocation: str = _option(
+        "uniform", "uniform: one sparsity for all blocks; owl: a lower one for blocks with more outliers, the same on average",
+        AMOUNT, choices=ALLOCATIONS,
+    )  # fmt: skip
+    allocation_options: Mapping[str, Any] | None = _option(
+        None,
+        "options of owl: lam=0.08 (blocks differ by at most twice that), threshold=5 (an outlier is above so many times the mean "
+        "score)",
+        AMOUNT, flag="--allocation-option", metavar="KEY=VALUE",
+    )  # fmt: skip
+    update: str = _option(
+        "optimal", "optimal: solve for the kept weights; none: leave them; own: take the mask method's own", WEIGHTS,
+        choices=UPDATES,
+    )  # fmt: skip
+    backend: str = _option("auto", "the solver; see `qprecon backends`", WEIGHTS)
+    damping: float = _option(
+        0.01, "share of the mean diagonal that is added to H", WEIGHTS, aliases=("dampening_frac",), least=0
+    )
+    tol: float = _option(1e-4, "certified relative gap asked for", WEIGHTS, least=0)
+    solve_options: Mapping[str, Any] | None = _option(
+        None, "options of `qprecon.solve` or, if it is named, of the backend", WEIGHTS, flag="--solve-option", metavar="KEY=VALUE"
+    )
+    nsamples: int = _option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
+    seqlen: int = _option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
+    seed: int = _option(0, "of the choice of windows", CALIBRATION)
+    propagate: str = _option(
+        "pruned", "what later blocks are calibrated on: the outputs of the pruned or of the dense blocks before them", CALIBRATION,
+        choices=PROPAGATE,
+    )  # fmt: skip
+    targets: str | Sequence[str] | None = _option(
+        None, "only these layers: names, globs, or re:PATTERN", LAYERS, metavar="NAME", default="all"
+    )
+    ignore: str | Sequence[str] | None = _option(None, "leave these layers alone; written like targets", LAYERS, metavar="NAME")
+    dtype: str | None = _option(
+        "auto",
+        "of a model given by name, while it is pruned and in the output: auto (as it is stored), float32, bfloat16, float16 or "
+        "float64; on a CPU float32 can be much faster",
+        LAYERS,
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.dtype).__name__ == "dtype":
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        _check(self)
+        for name in ("mask_options", "allocation_options", "solve_options"):
+            object.__setattr__(self, name, dict(getattr(self, name) or {}))
+        self._check_amount()
+
+    def _check_amount(self) -> None:
+        for each in self.pattern.values() if isinstance(self.pattern, Mapping) else [self.pattern, self.sparsity]:
+            if each is not None:
+                Pattern.parse(each)
+        if self.pattern is None or self.sparsity is None:
+            return
+        # Other tools' recipes give a sparsity beside 2:4; then the pattern says it all.
+        patterns = self.pattern.values() if isinstance(self.pattern, Mapping) else [self.pattern]
+        if {Pattern.parse(each).fraction for each in patterns} != {Pattern.parse(self.sparsity).fraction}:
+            raise ValueError(f"sparsity {self.sparsity} contradicts pattern {self.pattern!r}: give one of them")
+
+    @property
+    def amount(self) -> Any:
+        """The pattern asked for: of all layers, or a mapping."""
+        if self.pattern is not None:
+            return self.pattern
+        return DEFAULT_SPARSITY if self.sparsity is None else self.sparsity
+
+    @property
+    def amount_stated(self) -> bool:
+        """Whether a sparsity or pattern was given; masks from outside are only held against one that was."""
+        return self.pattern is not None or self.sparsity is not None
+
+    def settings(self) -> dict[str, Any]:
+        """All fields by name, values as they are."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(Recipe)}
+
+    def complete(self) -> dict[str, Any]:
+        """The settings with the sparsity that is meant where none is given."""
+        written_out = self.pattern is None and self.mask != "given"
+        return self.settings() | ({"sparsity": self.amount} if written_out else {})
+
+    def stated(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        return {name: value for name, value in self.settings().items() if value != _plain_default(name)}
 
 
-def _translate(arguments: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Aliases to keys. Unknown keys are refused here, where the nearest of keys and aliases can be named."""
-    translated: dict[str, Any] = {}
-    said: dict[str, str] = {}
-    words = _without_flags(without_stage(arguments, source), source)
-    if words.get("sparsity_type", "unstructured") != "unstructured" and words.get("sparsity_ratio") == 0.5:
-        words.pop("sparsity_ratio")  # Wanda's script demands 0.5 beside every N:M, which alone counts
-    for word, value in words.items():
-        key = ALIASES.get(word, word)
-        if key not in _Keys.model_fields:
-            raise ValueError(f"{source}: unknown key {word!r}{_nearest(str(word))}")
-        if key in said:
-            raise ValueError(f"{source}: {said[key]!r} and {word!r} are the same thing; keep one")
-        said[key] = word
-        translated[key] = _translate_value(word, value, source)
-    return {key: value for key, value in translated.items() if value is not None}
+@dataclass(frozen=True)
+class Run:
+    """On what, and where: what a command line or a file says beside a `Recipe`.
+
+    `prune_model` takes the same by keyword, and objects too (a model in memory, tokens).
+    """
+
+    model: str | None = _option(None, "a model folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
+    out: str | None = _option(None, "where the pruned model and its report go", RUN, flag="OUT", aliases=("save_model",))
+    calibration: str | None = _option(
+        None,
+        'calibration text: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own documentation), or a name '
+        "for the `datasets` library",
+        CALIBRATION, flag="--calib", aliases=("calib",), metavar="FILE|builtin|c4", default="c4",
+    )  # fmt: skip
+    device: str | None = _option(
+        None, "where blocks are computed, one at a time: cpu, cuda, cuda:1, …", RUN, default="auto, a GPU if there is one"
+    )
+    store: str | None = _option(
+        None, "where activations are kept between blocks: a device, or cpu", RUN,
+        default="auto, the device if they take up to a third of its free memory",
+    )  # fmt: skip
+    progress: bool | str = _option(
+        "bar", "on stderr: a bar, lines of JSON, or nothing (in Python True and False too)", RUN, choices=PROGRESS
+    )
+    resume: bool = _option(True, "continue a run that was interrupted, or start over", RUN)
+    save_masks: bool = _option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
-def _without_flags(words: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The two flags of the command line that stand for something else, as what they stand for."""
-    words = dict(words)
-    if (path := words.pop("mask_file", None)) is not None:
-        if words.setdefault("mask", "given") != "given":
-            raise ValueError(f"{source}: mask_file gives the masks, so mask {words['mask']!r} would have no effect: leave one out")
-        words["mask_options"] = {**(words.get("mask_options") or {}), "masks": path}
-    skip = words.pop("skip_attention", False)
-    if not isinstance(skip, bool):
-        raise ValueError(f"{source}: skip_attention must be true or false, got {skip!r}")
-    if skip:
-        words["ignore"] = [*as_patterns(words.get("ignore"), "ignore"), ATTENTION]
-    return words
+# Words that a command line and a file may use, and what they stand for.
+SHORTHANDS = {
+    "mask_file": Option(
+        "take the masks from a .npz or .safetensors file with one 0/1 array (outputs, inputs) a layer, or from the zeros of a "
+        "checkpoint folder: the mask 'given' with this as its option masks",
+        AMOUNT, metavar="PATH",
+    ),
+    "skip_attention": Option("leave the linear layers of attention alone: an entry of ignore", LAYERS),
+}  # fmt: skip
 
 
-def _translate_value(word: str, value: Any, source: str) -> Any:
-    if word == "sparsity_type":
-        return None if value == "unstructured" else _kept_pattern(value)
-    if word == "mask_structure":
-        return None if value == "0:0" else _symmetric_pattern(value, source)
-    # llm-compressor names the class; here all linear layers are what is taken without targets.
-    if word == "targets" and (value == "Linear" or value == ["Linear"]):
-        return None
-    return value
+def options(of: type = Recipe) -> Iterator[tuple[dataclasses.Field, Option]]:
+    """The fields of `Recipe` or `Run` with what is known of them, in order."""
+    for each in dataclasses.fields(of):
+        yield each, each.metadata["option"]
 
 
-def _kept_pattern(value: Any) -> str:
-    """Wanda counts the N pruned of M: its 1:4 is 3:4 here."""
-    pattern = Pattern.parse(value)
-    if pattern.kept is None or pattern.of is None:
-        raise ValueError(f"sparsity_type is 'unstructured' or N:M as in Wanda's script, got {value!r}")
-    return f"{pattern.of - pattern.kept}:{pattern.of}"
+def type_hints(of: type = Recipe) -> dict[str, Any]:
+    """The types of the fields, resolved."""
+    return typing.get_type_hints(of)
 
 
-def _symmetric_pattern(value: Any, source: str) -> str:
-    pattern = Pattern.parse(value)
-    if pattern.kept is None or pattern.of is None or 2 * pattern.kept != pattern.of:
-        raise ValueError(
-            f"{source}: mask_structure {value!r} does not say whether N is kept or pruned; write pattern: 'N:M' with N kept"
-        )
-    return str(pattern)
+def default_text(each: dataclasses.Field, option: Option) -> str:
+    """How the default reads; "" where there is none to speak of."""
+    if option.default or each.default is None or isinstance(each.default, bool):
+        return option.default
+    return str(each.default)
 
 
-def _agreed(arguments: dict[str, Any], source: str) -> dict[str, Any]:
-    """Other tools' recipes give a sparsity beside 2:4. It must be the pattern's; then the pattern says it all."""
-    pattern, sparsity = arguments.get("pattern"), arguments.get("sparsity")
-    if pattern is None:
-        return arguments
-    fractions = {Pattern.parse(each).fraction for each in (pattern.values() if isinstance(pattern, dict) else [pattern])}
-    if sparsity is None:
-        return arguments
-    if fractions != {Pattern.parse(sparsity).fraction}:
-        raise ValueError(f"{source}: sparsity {sparsity} contradicts pattern {pattern!r}; keep one")
-    return {key: value for key, value in arguments.items() if key != "sparsity"}
+SETTINGS = tuple(each.name for each, _ in options(Recipe))
+KEYS = tuple(each.name for of in (Run, Recipe) for each, _ in options(of))  # of a file
+ALIASES = {alias: each.name for of in (Run, Recipe) for each, option in options(of) for alias in option.aliases}
 
 
-def _first_error(error: pydantic.ValidationError) -> str:
-    """A union reports each of its members; the first one that is of the key is enough, with the value beside it."""
-    first = error.errors()[0]
-    wanted = {e["msg"].removeprefix("Input should be ") for e in error.errors() if e["loc"][0] == first["loc"][0]}
-    return f"{first['loc'][0]}: {first['input']!r} should be {' or '.join(sorted(wanted))}"
-
-
-def _nearest(word: str) -> str:
-    known = [*_Keys.model_fields, *ALIASES, "mask_file", "skip_attention"]
+def nearest(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
+    """The end of a message about an unknown word: the nearest known one, or all."""
+    if word in ALIASES:
+        return f"; here that is {ALIASES[word]!r}"
     near = difflib.get_close_matches(word.lower().replace("-", "_"), known, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(_Keys.model_fields)}"
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers and booleans. PyYAML's own 1.1 reads 2:4 as 124 (base 60), 1e-4 as text and `no` as False."""
+def overridden(words: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
+    """`words` with those of `by` in place of its own.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-        if twice:
-            raise yaml.YAMLError(f"the key {twice[0]!r} stands there twice")
-        return super().construct_mapping(node, deep)
+    A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
+    """
+    kept, by = dict(words), dict(by)
+    for word, options_of in (("mask", "mask_options"), ("allocation", "allocation_options")):
+        if word in by and by[word] != kept.get(word):
+            kept.pop(options_of, None)
+        elif options_of in by:
+            by[options_of] = {**(kept.get(options_of) or {}), **(by[options_of] or {})}
+    if {"sparsity", "pattern"} & set(by):
+        kept.pop("sparsity", None), kept.pop("pattern", None)
+    return kept | by
 
 
-class _Dumper(yaml.SafeDumper):
-    """Puts in quotes what either version of YAML would read as something else than text."""
+def as_recipe(recipe: Recipe | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> Recipe:
+    """`recipe` with `settings`, keywords of `prune_model`, in place of its own. TypeError for a name that is no setting."""
+    if recipe is not None and not isinstance(recipe, Recipe | Mapping):
+        raise TypeError(f"recipe: a Recipe or a mapping of its fields, got {type(recipe).__name__}")
+    base = recipe.stated() if isinstance(recipe, Recipe) else dict(recipe or {})
+    for name in (*base, *settings):
+        if name not in SETTINGS:
+            raise TypeError(f"prune_model has no setting {name!r}{nearest(str(name), SETTINGS)}")
+    return Recipe(**overridden(base, settings))
 
 
-_YAML_1_2 = (
-    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
-    ("float", r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", list("-+.0123456789")),
-)
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in _YAML_1_2:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+def _plain_default(name: str) -> Any:
+    return {} if name.endswith("_options") else Recipe.__dataclass_fields__[name].default
+
+
+def _check(options_of: Recipe | Run) -> None:
+    """ValueError for a value of the wrong type, or that is no choice, or too small."""
+    if getattr(options_of, "update", None) == "adam":
+        raise ValueError("update='adam' is written backend='adam' now (with update='optimal', the default)")
+    kind = Recipe if isinstance(options_of, Recipe) else Run
+    for each, option in options(kind):
+        value = getattr(options_of, each.name)
+        if value != each.default:
+            check_values("recipe", {each.name: value}, kind)
+        if option.choices and not isinstance(value, bool) and value not in option.choices:
+            near = difflib.get_close_matches(str(value), option.choices, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{each.name} must be one of {', '.join(option.choices)}, got {value!r}{hint}")
+        if isinstance(value, int | float) and not value >= option.least:
+            raise ValueError(f"{each.name} must be at least {option.least:g}, got {value!r}")
+
+
+def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the fields of `Recipe` as what they are, keywords of `function`, in its signature and at the end of its docstring.
+
+    `function` ends in **settings, which it hands to `as_recipe`.
+    """
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    settings = [inspect.Parameter(each.name, keyword, default=each.default, annotation=each.type) for each, _ in options()]
+    function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
+    lines = ["Settings (the fields of `Recipe`):"]
+    for each, option in options():
+        default = default_text(each, option)
+        lines.append(f"    {each.name} ({each.type}{', default ' + default if default else ''}): {option.help}.")
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n" + "\n".join(lines) + "\n"
+    return function

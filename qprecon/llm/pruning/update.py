@@ -96,7 +96,7 @@ def rebuild(
         hessian_NN,
         weights_NK,
         selection.mask_NK,
-        "adam" if method.update == "adam" else method.backend,
+        method.backend,
         damping=method.damping,
         tol=method.tol,
         warm_start=selection.weights_NK,

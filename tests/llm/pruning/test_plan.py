@@ -294,7 +294,7 @@ class Untouched:
         (dict(pattern={"qq": 0.5}), ValueError, "pattern: 'qq' matches no layer"),
         (dict(ignore="model"), ValueError, "leave no layer"),
         (dict(mask="wnada"), ValueError, "unknown mask 'wnada'; did you mean 'wanda'"),
-        (dict(update="best"), ValueError, "unknown update 'best'"),
+        (dict(update="best"), ValueError, "update must be one of optimal, none, own, got 'best'"),
         (dict(update="own"), ValueError, "mask 'wanda' has no weight update of its own"),
         (dict(propagate="both"), ValueError, "propagate must be one of"),
         (dict(backend="cholski"), UnknownBackendError, "cholski"),

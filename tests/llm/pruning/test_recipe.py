@@ -1,14 +1,20 @@
 """Recipes: one vocabulary, wrong keys named, other tools' words, and what YAML does to numbers."""
 
+import dataclasses
 import inspect
+import subprocess
+import sys
 
 import pytest
+import torch
 import yaml
 
 from qprecon import cli
 from qprecon.llm import prune_model
 from qprecon.llm.model.targets import ATTENTION
-from qprecon.llm.pruning.recipe import ALIASES, Recipe, _Keys, command_recipe, load_recipe
+from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, as_recipe, options, overridden, type_hints
+from qprecon.llm.pruning.recipe_file import checked, command_words, load_recipe, save_recipe, to_yaml
+from tests.llm.pruning.options_table import shown, table
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
 
@@ -18,10 +24,99 @@ def written(tmp_path, text):
     return path
 
 
-def test_keys_are_prune_models_arguments_and_aliases_point_at_them():
-    arguments = set(inspect.signature(prune_model).parameters) - {"tokenizer"}
-    assert set(_Keys.model_fields) == arguments
-    assert set(ALIASES.values()) <= arguments and not set(ALIASES) & arguments
+def test_the_options_are_prune_models_keywords_and_aliases_point_at_them():
+    parameters = inspect.signature(prune_model).parameters
+    assert {*KEYS, "recipe", "tokenizer"} == set(parameters)
+    assert set(ALIASES.values()) <= set(KEYS) and not set(ALIASES) & set(KEYS)
+    for each, _ in options(Run):
+        default = parameters[each.name].default
+        assert default in (each.default, inspect.Parameter.empty) or (each.name, default) == ("progress", True)
+    for each, option in options():
+        assert parameters[each.name].default == each.default
+        assert f"    {each.name} ({each.type}" in prune_model.__doc__ and option.help in prune_model.__doc__
+
+
+@pytest.mark.parametrize("of", [Recipe, Run])
+def test_every_option_is_described(of):
+    for each, option in options(of):
+        assert option.help and option.group and each.type and each.name in type_hints(of)
+        assert each.default is None or each.default in option.choices or not option.choices
+
+
+def test_the_documentations_table_is_made_from_them():
+    assert shown() == table(), "python -m tests.llm.pruning.options_table"
+
+
+def test_the_definition_loads_neither_torch_nor_transformers():
+    code = "import sys; from qprecon.llm.pruning import recipe as r; print(r.Recipe() and {'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_recipe_is_frozen_plain_data():
+    recipe = Recipe(pattern="2:4", dtype=torch.bfloat16, mask_options=None)
+    assert recipe.dtype == "bfloat16" and recipe.mask_options == {}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.seed = 1
+    assert Recipe(**recipe.settings()) == recipe and set(recipe.settings()) == set(SETTINGS)
+    assert recipe.stated() == {"pattern": "2:4", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "stated"),
+    [
+        (Recipe(), 0.5, False),
+        (Recipe(sparsity=0.5), 0.5, True),
+        (Recipe(sparsity="60%"), "60%", True),
+        (Recipe(sparsity=0.5, pattern="2:4"), "2:4", True),
+        (Recipe(pattern={"mlp": 0.3}), {"mlp": 0.3}, True),
+    ],
+)
+def test_what_is_asked_of_the_layers(recipe, asked, stated):
+    assert (recipe.amount, recipe.amount_stated) == (asked, stated)
+
+
+@pytest.mark.parametrize(
+    ("settings", "culprits"),
+    [
+        (dict(nsamples="128"), ("nsamples", "whole number", "'128'")),
+        (dict(nsamples=0), ("nsamples", "at least 1", "0")),
+        (dict(seqlen=1), ("seqlen", "at least 2")),
+        (dict(damping=-0.1), ("damping", "at least 0")),
+        (dict(damping=float("nan")), ("damping", "nan")),
+        (dict(update="optmal"), ("update", "'optmal'", "did you mean 'optimal'?")),
+        (dict(update="adam"), ("update", "backend='adam'")),
+        (dict(propagate="sparse"), ("propagate", "pruned, dense")),
+        (dict(allocation=None), ("allocation", "None")),
+        (dict(mask=3), ("mask", "3")),
+        (dict(dtype=3), ("dtype", "3")),
+        (dict(sparsity=0.6, pattern="2:4"), ("0.6", "'2:4'")),
+        (dict(sparsity="0,5"), ("0,5",)),
+        (dict(pattern={"mlp": "3:2"}), ("3:2",)),
+        (dict(mask_options=["a"]), ("mask_options",)),
+    ],
+)
+def test_bad_settings_are_named(settings, culprits):
+    with pytest.raises(ValueError) as error:
+        Recipe(**settings)
+    for culprit in culprits:
+        assert culprit in str(error.value)
+
+
+def test_keywords_go_before_a_recipe():
+    base = Recipe(pattern="2:4", mask="thanos", mask_options={"a": 1, "b": 2}, seed=3)
+    assert as_recipe(base, {}) == base and as_recipe(None, {}) == Recipe()
+    assert as_recipe({"sparsity": 0.6}, {"seed": 1}) == Recipe(sparsity=0.6, seed=1)
+    changed = as_recipe(base, {"sparsity": 0.6, "mask_options": {"b": 3}})
+    assert changed == Recipe(sparsity=0.6, mask="thanos", mask_options={"a": 1, "b": 3}, seed=3)
+    assert as_recipe(base, {"mask": "wanda"}).mask_options == {}  # those of another mask
+    assert as_recipe(base, {"seed": 0}).seed == 0
+    with pytest.raises(TypeError, match="'sparsty'; did you mean 'sparsity'"):
+        as_recipe(base, {"sparsty": 0.5})
+    with pytest.raises(TypeError, match="'sparsity_ratio'; here that is 'sparsity'"):
+        as_recipe(None, {"sparsity_ratio": 0.5})
+    with pytest.raises(TypeError, match="recipe: a Recipe or a mapping"):
+        as_recipe("recipe.yaml", {})
 
 
 def test_yaml_1_1_does_not_spoil_patterns_and_numbers(tmp_path):
@@ -33,11 +128,18 @@ def test_yaml_1_1_does_not_spoil_patterns_and_numbers(tmp_path):
 
 
 def test_a_recipe_reads_back_as_it_was_written(tmp_path):
-    recipe = Recipe(dict(model="1e5", out="no", pattern={"q_proj": "2:4", "re:.*": 0.5}, tol=1e-7, seed=3, targets=["123"]))
-    recipe.save(tmp_path)
+    words = dict(model="1e5", out="no", pattern={"q_proj": "2:4", "re:.*": 0.5}, tol=1e-7, seed=3, targets=["123"])
+    assert dict(load_recipe(written(tmp_path, to_yaml(words)))) == words == yaml.safe_load(to_yaml(words))
+    (tmp_path / "recipe.yaml").unlink()
+    save_recipe({**words, "resume": False, "progress": "json"}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-    assert dict(load_recipe(tmp_path / "recipe.yaml")) == dict(recipe)
-    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text()) == dict(recipe)
+    saved = load_recipe(tmp_path / "recipe.yaml")
+    assert saved.items() >= words.items() and not {"resume", "progress", "sparsity"} & set(saved)
+    assert Recipe(**{key: saved[key] for key in saved if key in SETTINGS}).stated() == {
+        key: words[key] for key in words if key in SETTINGS
+    }
+    assert load_recipe(save_recipe({"mask": "wanda"}, tmp_path))["sparsity"] == 0.5
+    assert "sparsity" not in load_recipe(save_recipe({"mask": "given"}, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -47,11 +149,15 @@ def test_a_recipe_reads_back_as_it_was_written(tmp_path):
         ("prune-method: wanda", ("'prune-method'", "'prune_method'")),
         ("nsampels: 4", ("did you mean 'nsamples'?",)),
         ("tokenizer: x", ("unknown key 'tokenizer'",)),
-        ("wibble: 1", ("'wibble'", "known: model, calibration, sparsity")),
-        ("nsamples: '128'", ("nsamples: '128'", "integer")),
-        ("nsamples: 1.5", ("nsamples: 1.5", "integer")),
-        ("damping: much", ("damping: 'much'", "number")),
-        ("targets: 3", ("targets: 3", "string", "list")),
+        ("wibble: 1", ("'wibble'", "known: model, out, calibration")),
+        ("nsamples: '128'", ("nsamples", "'128'", "whole number")),
+        ("nsamples: 1.5", ("nsamples", "1.5", "whole number")),
+        ("damping: much", ("damping", "'much'", "number")),
+        ("targets: 3", ("targets", "3", "text")),
+        ("save_masks: 1", ("save_masks", "True or False")),
+        ("model: 3", ("model", "text", "3")),
+        ("progress: loud", ("progress", "bar, json, quiet", "'loud'")),
+        ("update: adam", ("backend='adam'",)),
         ("seed: 1\nseed: 2", ("'seed'", "twice")),
         ("calib: a.txt\ncalibration: b.txt", ("'calib' and 'calibration'",)),
         ("sparsity: 0.6\npattern: 2:4", ("0.6 contradicts pattern '2:4'",)),
@@ -65,10 +171,10 @@ def test_a_recipe_reads_back_as_it_was_written(tmp_path):
 )
 def test_a_bad_recipe_names_the_culprit(tmp_path, text, culprits):
     with pytest.raises(ValueError) as error:
-        recipe = load_recipe(written(tmp_path, text))
-        recipe.overridden({}).effective()
+        load_recipe(written(tmp_path, text))
     for culprit in culprits:
         assert culprit in str(error.value)
+    assert "recipe.yaml" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -115,20 +221,19 @@ def test_a_stage_of_llm_compressor(tmp_path):
     expected = dict(mask="sparsegpt", pattern="2:4", mask_options={"block_size": 64}, damping=0.001, ignore=["re:.*lm_head"])
     recipe = load_recipe(written(tmp_path, STAGE))
     assert dict(recipe) == dict(model="M", **expected)
-    recipe.save(tmp_path)  # in the plain form
-    assert dict(load_recipe(tmp_path / "recipe.yaml")) == dict(recipe)
+    assert load_recipe(save_recipe(recipe, tmp_path)).items() >= recipe.items()  # in the plain form
     owl = {"sparsity": 0.7, "sparsity_profile": "owl", "owl_m": 5, "owl_lmbda": 0.08, "mask_structure": "0:0"}
-    assert dict(Recipe(staged({"WandaPruningModifier": owl}, "default_stage", "default_modifiers"))) == dict(
+    assert dict(checked(staged({"WandaPruningModifier": owl}, "default_stage", "default_modifiers"))) == dict(
         mask="wanda", sparsity=0.7, allocation="owl", allocation_options={"threshold": 5, "lam": 0.08}
     )
     magnitude = {"init_sparsity": 0.0, "final_sparsity": 0.6, "start": 0, "end": 5, "update_scheduler": "cubic",
                  "mask_structure": "unstructured", "targets": "__ALL_PRUNABLE__"}  # fmt: skip
-    assert dict(Recipe(staged({"MagnitudePruningModifier": magnitude}))) == dict(mask="magnitude", sparsity=0.6)
-    assert dict(Recipe(staged({"WandaPruningModifier": None}))) == dict(mask="wanda")
-    assert dict(Recipe({"model": "M", "WandaPruningModifier": {"sparsity": 0.4, "targets": ["__ALL__"]}})) == dict(
+    assert dict(checked(staged({"MagnitudePruningModifier": magnitude}))) == dict(mask="magnitude", sparsity=0.6)
+    assert dict(checked(staged({"WandaPruningModifier": None}))) == dict(mask="wanda")
+    assert dict(checked({"model": "M", "WandaPruningModifier": {"sparsity": 0.4, "targets": ["__ALL__"]}})) == dict(
         model="M", mask="wanda", sparsity=0.4
     )
-    assert command_recipe(written(tmp_path, STAGE), {"out": "O", "sparsity": 0.6})["sparsity"] == 0.6
+    assert command_words(written(tmp_path, STAGE), {"out": "O", "sparsity": 0.6})["sparsity"] == 0.6
 
 
 GPTQ = {"GPTQModifier": {"scheme": "W4A16"}}
@@ -146,7 +251,7 @@ GPTQ = {"GPTQModifier": {"scheme": "W4A16"}}
         (staged({"SparseGPTModifier": {"preserve_sparsity_mask": True}}), ("preserve_sparsity_mask: True", "no counterpart")),
         (staged({"SparseGPTModifier": {"sparsty": 0.5}}), ("SparseGPTModifier has sparsty", "read are sparsity")),
         (staged({"SparseGPTModifier": {"mask_structure": "1:4"}}), ("mask_structure '1:4'", "kept or pruned")),
-        (staged({"SparseGPTModifier": {"sparsity": [0.5, 0.6]}}), ("sparsity: [0.5, 0.6]",)),
+        (staged({"SparseGPTModifier": {"sparsity": [0.5, 0.6]}}), ("sparsity", "[0.5, 0.6]")),
         (staged({"MagnitudePruningModifier": {"sparsity": 0.5, "final_sparsity": 0.6}}), ("gives sparsity twice",)),
         ({**staged({"WandaPruningModifier": {"sparsity": 0.5}}), "sparsity": 0.6}, ("'sparsity' stands in sparsity_stage and",)),
         ({**staged({"WandaPruningModifier": {"sparsity": 0.5}}), "sparsity_ratio": 0.6}, ("'sparsity_ratio'", "same thing")),
@@ -157,25 +262,25 @@ GPTQ = {"GPTQModifier": {"scheme": "W4A16"}}
 )
 def test_a_stage_that_asks_for_something_else_names_it(recipe, culprits):
     with pytest.raises(ValueError) as error:
-        Recipe(recipe, "r.yaml")
+        checked(recipe, "r.yaml")
     for culprit in (*culprits, "r.yaml"):
         assert culprit in str(error.value)
 
 
 def test_flags_go_before_the_recipe(tmp_path):
     path = written(tmp_path, "model: M\nout: O\npattern: 2:4\nseed: 3\n")
-    assert dict(command_recipe(path, {"sparsity": 0.7, "seed": 4})) == dict(
+    assert dict(command_words(path, {"sparsity": 0.7, "seed": 4})) == dict(
         model="M", out="O", sparsity=0.7, seed=4, calibration="c4", device="auto"
     )
-    assert command_recipe(path, {"pattern": "4:8"})["pattern"] == "4:8"
-    options = Recipe({"mask": "thanos", "mask_options": {"a": 1, "b": 2}})
-    assert options.overridden({"mask_options": {"b": 3}})["mask_options"] == {"a": 1, "b": 3}
-    assert "mask_options" not in options.overridden({"mask": "wanda"})  # options of another mask
-    owl = Recipe({"allocation": "owl", "allocation_options": {"lam": 0.1}})
-    assert owl.overridden({"allocation_options": {"threshold": 3}})["allocation_options"] == {"lam": 0.1, "threshold": 3}
-    assert "allocation_options" not in owl.overridden({"allocation": "uniform"})
+    assert command_words(path, {"pattern": "4:8"})["pattern"] == "4:8"
+    path = written(tmp_path, "model: M\nout: O\nignore: c\nallocation: owl\nallocation_options: {lam: 0.1}")
+    assert command_words(path, {"skip_attention": True})["ignore"] == ["c", ATTENTION]
+    assert command_words(path, {"skip_attention": True, "ignore": ["d"]})["ignore"] == ["d", ATTENTION]
+    assert command_words(path, {"allocation_options": {"threshold": 3}})["allocation_options"] == {"lam": 0.1, "threshold": 3}
+    assert "allocation_options" not in command_words(path, {"allocation": "uniform"})
+    assert overridden({"pattern": "2:4"}, {"sparsity": 0.5}) == {"sparsity": 0.5}
     with pytest.raises(ValueError, match="MODEL is missing"):
-        command_recipe(None, {})
+        command_words(None, {})
 
 
 def stored(folder):
@@ -193,7 +298,7 @@ def test_prune_by_recipe_saves_the_effective_one(tmp_path, monkeypatch, capsys):
     written(tmp_path, "model: model\nout: out\nsparsity_ratio: 0.25\nnsamples: 8\nseqlen: 32\nbackend: cholesky\ncalib: calib.txt")
     assert cli.main(["prune", "--recipe", "recipe.yaml", "--seed", "3", "--device", "cpu", "--quiet", "--no-resume"]) == 0
     saved = load_recipe("out/recipe.yaml")
-    defaults = {name: p.default for name, p in inspect.signature(prune_model).parameters.items()}
+    defaults = Recipe().settings()
     assert saved["sparsity"] == 0.25 and saved["seed"] == 3 and saved["calibration"] == "calib.txt"
     assert "resume" not in saved  # which was about that run
     assert saved["damping"] == defaults["damping"] and saved["propagate"] == defaults["propagate"]

@@ -1,0 +1,101 @@
+"""Flags of a command from the options of a recipe: name, type and help are written there only."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any, get_args
+
+from qprecon.llm.pruning.recipe import SHORTHANDS, Option, Recipe, Run, default_text, options, type_hints
+
+_POSITIONAL = ("model", "out")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for each option and shorthand, under its heading. Flags have no defaults: what is not given is the recipe's."""
+    groups: dict[str, Any] = {}
+
+    def group_of(option: Option) -> Any:
+        return groups.setdefault(option.group, parser.add_argument_group(option.group))
+
+    hints = {**type_hints(Recipe), **type_hints(Run)}
+    amount = group_of(next(option for each, option in options() if each.name == "pattern")).add_mutually_exclusive_group()
+    for of in (Recipe, Run):
+        for each, option in options(of):
+            if each.name not in _POSITIONAL:
+                where = amount if each.name in ("sparsity", "pattern") else group_of(option)
+                _add(where, each, option, hints[each.name])
+    for name, option in SHORTHANDS.items():
+        switch = {} if option.metavar else {"action": "store_true"}
+        value = {"metavar": option.metavar} if option.metavar else {}
+        group_of(option).add_argument(_flag(name, option), dest=name, help=_escaped(option.help), **switch, **value)
+
+
+def _add(group: Any, each: dataclasses.Field, option: Option, hint: Any) -> None:
+    default = default_text(each, option)
+    text = _escaped(option.help + (f" (default {default})" if default else ""))
+    flag = _flag(each.name, option)
+    group.add_argument(flag, dest=each.name, help=text, **_kind(each, option, hint))
+
+
+def _kind(each: dataclasses.Field, option: Option, hint: Any) -> dict[str, Any]:
+    """What argparse wants to know of the values."""
+    members = get_args(hint) or (hint,)
+    if option.choices:
+        return {"choices": option.choices}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction} if each.default else {"action": "store_true"}
+    if option.metavar == "KEY=VALUE":
+        return {"type": key_value, "action": "append", "metavar": option.metavar}
+    if any(getattr(member, "__origin__", None) is not None for member in members) and option.metavar != "N:M":
+        return {"nargs": "+", "metavar": option.metavar}
+    if option.metavar == "N:M" or not {int, float} & set(members):
+        return {"metavar": option.metavar}
+    return {"type": number(int if int in members else float, percent=str in members), "metavar": option.metavar}
+
+
+def number(kind: type, percent: bool = False) -> Callable[[str], Any]:
+    """Reads a number, or a percentage as it is; what it says of anything else names what may have been meant."""
+
+    def read(text: str) -> Any:
+        if percent and text.strip().endswith("%"):
+            return text
+        try:
+            return kind(text)
+        except ValueError:
+            meant = text.replace(",", ".")
+            hint = f"; did you mean {meant}?" if re.fullmatch(r"[-+]?\d*\.\d+%?", meant) and meant != text else ""
+            words = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}{hint}") from None
+
+    return read
+
+
+def key_value(item: str) -> tuple[str, Any]:
+    """KEY=VALUE, where numbers and other JSON are understood."""
+    key, equals, text = item.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{item!r} is not of the form KEY=VALUE")
+    try:
+        return key, json.loads(text)
+    except json.JSONDecodeError:
+        return key, text
+
+
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, as the words of a recipe."""
+    names = [*(each.name for of in (Run, Recipe) for each, _ in options(of)), *SHORTHANDS]
+    found = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    pairs = {name for name in found if name.endswith("_options")}
+    return {name: dict(value) if name in pairs else value for name, value in found.items()}
+
+
+def _flag(name: str, option: Option) -> str:
+    return option.flag or "--" + name.replace("_", "-")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
