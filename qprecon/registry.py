@@ -1,7 +1,6 @@
 """Which backends there are, what each can do, and whether it can run here.
 
-A backend is one module with ``prepare(system, options) -> solve_chunk`` and one record. Third parties register a record through the
-entry-point group ``qprecon.backends``; its value loads to a ``Backend``.
+Third parties register theirs through the entry-point group ``qprecon.backends``; its value loads to a ``Backend``.
 """
 
 from __future__ import annotations
@@ -10,137 +9,17 @@ import dataclasses
 import difflib
 import importlib
 import importlib.metadata
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from ._options import check_values
+from . import plugins
+from ._options import made_options, option_names
 from .errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
-from .interop import Array
+from .interface import Backend, Capabilities, SolveChunk, System
 
 ENTRY_POINT_GROUP = "qprecon.backends"
-
-
-@dataclass(frozen=True, eq=False)
-class System:
-    """What all columns share: the damped Hessian after normalisation, (N, N), and the ridge that it contains (same scale)."""
-
-    hessian_NN: Array
-    ridge: float = 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Some columns of a normalised problem: minimise ΔᵀHΔ − 2gᵀΔ over Δ = ŵ − w, H the system's.
-
-    Attributes:
-        weights_NK: dense weights w.
-        mask_NK: bool, True = kept; ŵ is 0 elsewhere.
-        start_NK: ŵ to start from, feasible.
-        residual_NK: g + H(w − start), all N rows (minus half the gradient at the start).
-        start_objective_K: f at the start, ΔᵀHΔ − 2gᵀΔ, float64; about 1 for the masked weights.
-        improved_K: what was gained on f before this start, float64; zeros on a first call.
-        linear_NK: g, or None for zero.
-        lower_NK, upper_NK: bounds on kept ŵ, or None.
-        tolerance: relative gap wanted: f − f* ≤ tolerance · f* without g, tolerance · (gain since the first start) with it.
-        max_iterations: None for the backend's default.
-        deadline: ``time.monotonic()`` seconds, or None.
-    """
-
-    weights_NK: Array
-    mask_NK: Array
-    start_NK: Array
-    residual_NK: Array
-    start_objective_K: Array
-    improved_K: Array
-    linear_NK: Array | None = None
-    lower_NK: Array | None = None
-    upper_NK: Array | None = None
-    tolerance: float = 1e-4
-    max_iterations: int | None = None
-    deadline: float | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class RawColumns:
-    """A backend's answer: ŵ (N, K); a status word for all columns or one each ("iteration_limit" and "time_limit" are
-    understood, any other is only passed on); iterations likewise; extras such as {"compile_seconds": …}, which go to provenance.
-    """
-
-    weights_NK: Array
-    reported_status: str | np.ndarray = "solved"
-    iterations: int | np.ndarray = 0
-    extras: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class SolveChunk(Protocol):
-    """What ``prepare`` returns."""
-
-    def __call__(self, chunk: Chunk) -> RawColumns: ...
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend can do; the core refuses the rest, naming the backends that can.
-
-    Attributes:
-        bounds: general lower ≤ ŵ ≤ upper on kept entries, beside the fixed zeros.
-        linear: an explicit rhs.
-        libraries: array libraries it computes in; the core converts to the first unless the data is already in another of them.
-        devices: device types.
-        dtypes: floating dtypes, the default last resort first.
-        form: "box" (bounds fix the pruned entries), "reduced" (they are eliminated) or "masked" (an operator).
-        scaling: "mean" (H divided by its mean diagonal), "jacobi" (unit diagonal) or "none" (the problem as given, columns too).
-        exact: a direct method, whose accuracy is that of the dtype.
-        warm_start: makes use of ``Chunk.start_NK``, so that a second call continues the first.
-
-    A backend's ``Options`` may carry ``scaling`` and ``warm_start`` too (None = as declared), for a mode in which it differs.
-    """
-
-    bounds: bool = False
-    linear: bool = True
-    libraries: tuple[str, ...] = ("numpy",)
-    devices: tuple[str, ...] = ("cpu",)
-    dtypes: tuple[str, ...] = ("float32", "float64")
-    form: str = "box"
-    scaling: str = "jacobi"
-    exact: bool = False
-    warm_start: bool = False
-
-
-@dataclass(frozen=True)
-class Backend:
-    """The record of a backend.
-
-    Attributes:
-        name: what ``solve(backend=…)`` takes.
-        target: "module" holding ``prepare(system, options)``; optionally ``Options`` (a dataclass; its fields are the backend's
-            own options) and ``bytes_per_column(n_inputs, itemsize, options)``.
-        summary: one line.
-        requires: modules that must be importable.
-        extra: the pip extra of qprecon that brings them; "" if none is needed.
-        capabilities: see there.
-    """
-
-    name: str
-    target: str
-    summary: str
-    requires: tuple[str, ...] = ()
-    extra: str = ""
-    capabilities: Capabilities = Capabilities()
-
-    @property
-    def installed(self) -> bool:
-        """Whether every required module can be found (nothing is imported)."""
-        return not self.missing()
-
-    def missing(self) -> list[str]:
-        """Required modules that cannot be found."""
-        return [name for name in self.requires if importlib.util.find_spec(name) is None]
 
 
 @dataclass(frozen=True)
@@ -167,17 +46,13 @@ BUILT_IN = (
         "cholesky",
         "qprecon.backends.cholesky",
         "exact: a Cholesky factor of each column's own kept block",
-        capabilities=Capabilities(
-            libraries=_CORE, devices=("cpu", "cuda"), form="reduced", scaling="jacobi", exact=True
-        ),
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda")),
     ),
     Backend(
         "pcg",
         "qprecon.backends.pcg",
         "preconditioned conjugate gradients on all columns at once; the fast one",
-        capabilities=Capabilities(
-            libraries=_CORE, devices=("cpu", "cuda"), form="masked", scaling="mean", warm_start=True
-        ),
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), scaling="mean", warm_start=True),
     ),
     Backend(
         "admm",
@@ -189,7 +64,7 @@ BUILT_IN = (
         "adam",
         "qprecon.backends.adam",
         "Adam over a grid of learning rates, as the paper compares it; a reference",
-        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), form="masked", scaling="none"),
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), scaling="none"),
     ),
     Backend(
         "mpax",
@@ -231,22 +106,11 @@ def backends() -> dict[str, Backend]:
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     """Third parties' entry points by name, not loaded yet; nobody can replace a backend that exists."""
-    names, found = {record.name for record in BUILT_IN}, {}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name in names or entry.name in found:
-            raise ValueError(f"entry point {entry.value!r} registers backend {entry.name!r}, which exists already")
-        found[entry.name] = entry
-    return found
+    return plugins.entry_points(ENTRY_POINT_GROUP, [record.name for record in BUILT_IN], "backend")
 
 
 def _record(entry: importlib.metadata.EntryPoint) -> Backend:
-    try:
-        record = entry.load()
-    except Exception as error:
-        raise BackendBrokenError(f"backend {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
-    if not isinstance(record, Backend) or record.name != entry.name:
-        raise BackendBrokenError(f"entry point {entry.name!r} ({entry.value}) is not a qprecon Backend of that name")
-    return record
+    return plugins.load_record(entry, Backend, "backend", BackendBrokenError)
 
 
 def available_backends() -> dict[str, dict[str, Any]]:
@@ -286,7 +150,7 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
     name = next(iter(options), None)
     if name is None:
         return
-    owned = {record.name: _option_names(importlib.import_module(record.target)) for record in BUILT_IN if record.installed}
+    owned = {record.name: option_names(_kind(importlib.import_module(record.target))) for record in BUILT_IN if record.installed}
     if owner := next((record for record, names in owned.items() if name in names), None):
         raise ValueError(
             f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
@@ -296,9 +160,8 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
     raise ValueError(f"unknown option {name!r}{hint}")
 
 
-def _option_names(module: Any) -> list[str]:
-    kind = getattr(module, "Options", None)
-    return [field.name for field in dataclasses.fields(kind)] if kind else []
+def _kind(module: Any) -> type | None:
+    return getattr(module, "Options", None)
 
 
 def load(record: Backend, options: dict[str, Any]) -> Loaded:
@@ -316,12 +179,6 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
         module = importlib.import_module(record.target)
     except Exception as error:
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
-    kind, fields = getattr(module, "Options", None), _option_names(module)
-    for name in options:
-        if name not in fields:
-            near = difflib.get_close_matches(name, [*fields, *_COMMON], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"backend {record.name!r} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
-    check_values(f"backend {record.name!r}", options, kind)
+    made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
-    return Loaded(record, module.prepare, kind(**options) if kind else None, per_column)
+    return Loaded(record, module.prepare, made, per_column)

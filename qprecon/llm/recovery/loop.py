@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,24 +12,28 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.windows import describe_source
-from qprecon.llm.masks.packed import write_masks
 from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.plan import calibration_samples
-from qprecon.llm.recovery.optimizers import OPTIMIZER_STATES
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
 from qprecon.llm.recovery.report import RecoveryReport
-from qprecon.llm.recovery.schedule import check_numbers, default_rate, hold_out, make_schedule
+from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
 from qprecon.llm.recovery.trained import select_trained
 from qprecon.llm.recovery.training import Done, Task, place, train_on
-from qprecon.llm.reporting.clock import Clock
-from qprecon.llm.reporting.progress import library_bars, progress_bar, progress_mode, say
-from qprecon.llm.reporting.report import versions
+from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.outcome import versions
+from qprecon.llm.reporting.progress import say
+from qprecon.llm.reporting.report import RECOVERY_NAME
+from qprecon.llm.settings.options import takes
+from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import RECOVERY_NAME, check_output, check_writable, partial_folder, save_model
+from qprecon.llm.storage.output import check_apart, check_output, check_writable, partial_folder, save_model
 
 
+@takes(Recovery)
+@on_its_device
 @torch.inference_mode(False)  # tensors made in that mode get no gradients
 def recover(
     model: nn.Module | str | Path,
@@ -39,28 +42,13 @@ def recover(
     *,
     out: str | Path | None = None,
     masks: Any = None,
-    train: str | Sequence[str] = "weights",
-    passes: int = 4,
-    batch: int = 8,
-    lr: float | None = None,
-    warmup: float = 0.05,
-    weight_decay: float = 0.0,
-    temperature: float = 1.0,
-    hidden_weight: float = 0.0,
-    held_out: float = 0.0625,
-    patience: int = 4,
-    optimizer_state: str = "auto",
-    checkpointing: bool | None = None,
     tokenizer: Any = None,
-    nsamples: int = 128,
-    seqlen: int = 2048,
-    seed: int = 0,
     device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = "auto",
     progress: bool | str = True,
+    resume: bool = True,
     save_masks: bool = False,
     save_steps: int | None = None,
-    resume: bool = True,
+    **settings: Any,
 ) -> RecoveryReport:
     """Train a pruned model towards the dense model it came from (distillation), every pruned weight staying exactly zero.
 
@@ -76,22 +64,11 @@ def recover(
         out: a folder for the recovered model and its report, as in `prune_model`.
         masks: masks in place of a layer's zeros, for layers that have kept weights which are zero: a dict of (inputs, outputs), or
             a file or folder (`qprecon.llm.masks.given`).
-        train: what is trained: "weights", the kept ones of pruned layers, which always are; beside them "norms", "biases",
-            "embeddings", "head", or "all".
-        passes, batch: how often all windows are used, and how many a step.
-        lr: the peak learning rate; by default 1e-4, and less for models wider than 1024 (5e-5 at 4096).
-        warmup: the share of the steps in which the rate rises. weight_decay: AdamW's.
-        temperature: of both distributions in the loss.
-        hidden_weight: how much the relative squared error of the blocks' outputs counts beside the divergence.
-        held_out: the share of the windows that are not trained on, at least one. They are looked at twice a pass; the run stops
-            early if `patience` looks in turn bring no better loss.
-        optimizer_state: "float32"; "host", masters and moments in the host's memory; "8bit" (needs torchao); "auto" takes the first
-            of these that fits.
-        checkpointing: blocks run again in the backward pass, which saves their activations; None: if it would not fit otherwise.
-        device, dtype, progress, tokenizer: as in `prune_model`.
+        tokenizer, device, progress: as in `prune_model`.
+        resume: True continues a run that left a state in `.OUT.partial` beside `out`, with the same weights as an uninterrupted
+            one; False starts over.
         save_masks: also write the masks to `out`.
-        save_steps: the run's state is kept in `.OUT.partial` beside `out` every so many steps; by default about every 5 minutes.
-        resume: True continues a run that left a state, with the same weights as an uninterrupted one; False starts over.
+        save_steps: the state is kept after every so many steps; by default about every 5 minutes.
 
     Returns:
         RecoveryReport. The model has the best weights; if none are better on the windows held out, those that it had.
@@ -100,73 +77,72 @@ def recover(
         ValueError, TypeError, FileExistsError: bad arguments, before any work: models that do not belong together, nothing pruned,
             too little memory; a loss that is not finite (the step is named), after which the model is as it was; an unfinished run
             with other settings beside `out`.
-        ModuleNotFoundError: "8bit" without torchao. OSError: a file that cannot be written.
+        ModuleNotFoundError: optimizer_state="8bit" without torchao. OSError: a file that cannot be written.
     """
-    settings = {key: value for key, value in locals().items() if key not in _UNRECORDED}
-    clock = Clock()
-    notes: list[str] = []
-    with clock("load"):
-        progress_mode(progress)
-        check_numbers(
-            passes=passes, batch=batch, patience=patience, save_steps=save_steps, seed=seed, lr=lr, warmup=warmup,
-            held_out=held_out, temperature=temperature, hidden_weight=hidden_weight, weight_decay=weight_decay,
-        )  # fmt: skip
-        if optimizer_state not in ("auto", *OPTIMIZER_STATES):
-            raise ValueError(f"optimizer_state must be one of auto, {', '.join(OPTIMIZER_STATES)}, got {optimizer_state!r}")
+    recovery, log, device = _as_recovery(settings), RunLog(progress), choose_device(device)
+    RecoveryRun(save_steps=save_steps)
+    with log.phase("load"):
+        for each in (model, dense) if out is not None else ():
+            check_apart(each, out)
         out = None if out is None else check_output(out)
-        device = choose_device(device)
-        with library_bars(progress):
-            pair = load_pair(model, dense, tokenizer, out, dtype, device)
-        selected = select_trained(pair.model, find_blocks(pair.model), train, masks)
+        with log.library_bars():
+            pair = load_pair(model, dense, tokenizer, out is not None, recovery.dtype, device)
+        selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
         check_dense(pair.dense, selected.pruned)
         if out is not None:
             check_writable(pair.model)
-        samples = calibration_samples(pair.model, calibration, pair.tokenizer, nsamples, seqlen, seed)
-        training, aside = hold_out(len(samples), held_out, seed)
-        rate = default_rate(pair.model.get_input_embeddings().embedding_dim) if lr is None else float(lr)
-        task = Task(pair, selected, samples, aside, make_schedule(training, passes, batch, rate, warmup, seed), device)
-        settings |= {"device": str(device)}
-        journal = None if out is None else _journal(task, model, dense, settings, out, resume, notes)
+        samples = calibration_samples(
+            pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
+        )
+        training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
+        rate = recovery.lr or default_rate(pair.model.get_input_embeddings().embedding_dim)
+        schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
+        task = Task(pair, selected, samples, aside, schedule, device)
+        journal = None if out is None else _journal(task, model, dense, recovery, out, resume, log)
     try:
-        done = _recovered(task, settings, journal, save_steps, progress, clock, notes)
+        done = _recovered(task, recovery, journal, save_steps, log)
     finally:
         if journal is not None:
             _leave(journal)
-    settings |= {"lr": rate, "checkpointing": done.fit.checkpointing, "optimizer_state_used": done.fit.optimizer_state}
-    settings |= {"windows_together": done.fit.together, "windows_held_out": len(aside), "nsamples": len(samples)}
-    settings |= {"model": pair.name, "dense": pair.dense_name}
-    settings |= {"seqlen": max(sample.numel() for sample in samples), "calibration": describe_source(calibration)}
-    report = _report(task, done, settings, pruned_with(model), clock, notes)
+    recorded = {
+        **recovery.settings(), "model": pair.name, "dense": pair.dense_name, "calibration": describe_source(calibration),
+        "lr": rate, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples), "windows_held_out": len(aside),
+        "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
+        "checkpointing": done.fit.checkpointing, "device": str(device),
+    }  # fmt: skip
+    report = _report(task, done, recorded, pruned_with(model), log)
     if out is not None:
-        with clock("save"), library_bars(progress):
-            save_model(pair.model, report, out, pair.tokenizer, name=RECOVERY_NAME, card=report.model_card())
-            if save_masks:
-                write_masks(out, selected.masks_NK())
+        with log.phase("save"), log.library_bars():
+            packed = selected.masks() if save_masks else None
+            save_model(pair.model, report, out, pair.tokenizer, packed, name=RECOVERY_NAME, card=report.model_card())
             shutil.rmtree(partial_folder(out), ignore_errors=True)
-    return replace(report, phase_seconds=dict(clock.seconds))
+    return replace(report, phase_seconds=dict(log.seconds))
 
 
-_UNRECORDED = ("model", "dense", "calibration", "tokenizer", "masks", "progress", "save_masks", "save_steps", "resume")
+def _as_recovery(settings: dict[str, Any]) -> Recovery:
+    """TypeError for a keyword that is no setting."""
+    known = Recovery.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"recover() got an unexpected keyword argument {name!r}; its settings are {', '.join(known)}")
+    return Recovery(**settings)
 
 
-def _journal(
-    task: Task, model: Any, dense: Any, settings: dict, out: Path, resume: bool, notes: list[str]
-) -> Journal:
-    bits = {item.name: item.bits for item in task.selected.trained}
-    device = torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "cpu"
+def _journal(task: Task, model: Any, dense: Any, recovery: Recovery, out: Path, resume: bool, log: RunLog) -> Journal:
     fingerprint = {
         "command": "recover",
         **versions(),
         "model": identity(model, task.pair.model),
         "dense model": identity(dense, task.pair.dense),
-        "masks": digest(bits),
+        "masks": digest({item.name: item.bits for item in task.selected.trained}),
         "calibration": digest([*task.windows]),
-        **{key: digest(value) for key, value in settings.items() if key != "out"},
-        "device": device,
+        **digest(recovery.settings()),
+        "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "cpu",
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
     saved_fit(journal)  # finds damage
-    notes += [f"{file} of the earlier run is damaged, so that it starts over" for file in journal.damaged]
+    for file in journal.damaged:
+        log.note(f"{file} of the earlier run is damaged, so that it starts over")
     return journal
 
 
@@ -178,42 +154,35 @@ def _leave(journal: Journal) -> None:
         shutil.rmtree(journal.folder, ignore_errors=True)
 
 
-def _recovered(
-    task: Task, settings: dict, journal: Journal | None, save_steps: int | None, progress: Any, clock: Clock, notes: list[str]
-) -> Done:
+def _recovered(task: Task, recovery: Recovery, journal: Journal | None, save_steps: int | None, log: RunLog) -> Done:
     """Run, and write the best weights to the model."""
-    trained = task.selected.trained
     with ExitStack() as stack:
-        run = place(task, settings, journal, stack, clock, notes)
+        run = place(task, recovery, journal, stack, log)
         line = run.memory.described(task.device) + (", blocks run twice to save memory" if run.fit.checkpointing else "")
-        say([line, *notes], progress)
-        with progress_bar(len(task.schedule.steps), progress) as step:
-            done = train_on(run, task, settings["patience"], journal, save_steps, clock, step)
+        say([line, *log.notes], log.progress)
+        with log.bar(len(task.schedule.steps)):
+            done = train_on(run, task, recovery.patience, journal, save_steps)
     if done.weights is not None:
         with torch.no_grad():
-            for item, values in zip(trained, done.weights, strict=True):
+            for item, values in zip(task.selected.trained, done.weights, strict=True):
                 item.parameter.copy_(values)
     return done
 
 
-def _report(
-    task: Task, done: Done, settings: dict, was: dict[str, Any] | None, clock: Clock, notes: list[str]
-) -> RecoveryReport:
+def _report(task: Task, done: Done, settings: dict[str, Any], was: dict[str, Any] | None, log: RunLog) -> RecoveryReport:
     selected, course = task.selected, done.course
     best = course.looks[course.best_place][0]
-    notes = list(notes)
     if settings["optimizer_state"] == "auto" and done.fit.optimizer_state != "float32":
-        notes.append(f"optimizer_state is {done.fit.optimizer_state!r}: float32 would not have fitted")
+        log.note(f"optimizer_state is {done.fit.optimizer_state!r}: float32 would not have fitted")
     if best == 0:
-        notes.append("no step made the windows held out better: the weights are those that the model had; a lower lr may help")
+        log.note("no step made the windows held out better: the weights are those that the model had; a lower lr may help")
     elif course.step < len(task.schedule.steps):
-        notes.append(f"stopped after step {course.step} of {len(task.schedule.steps)}: the windows held out got no better")
+        log.note(f"stopped after step {course.step} of {len(task.schedule.steps)}: the windows held out got no better")
     if done.emptied:
-        notes.append(f"{done.emptied} kept weights are zero in the stored dtype; save_masks keeps the masks apart from them")
-    held_out = tuple({"step": step, "loss": look.loss, "perplexity": look.perplexity} for step, look in course.looks)
+        log.note(f"{done.emptied} kept weights are zero in the stored dtype; save_masks keeps the masks apart from them")
     return RecoveryReport(
         losses=tuple(course.losses),
-        held_out=held_out,
+        held_out=tuple({"step": step, "loss": look.loss, "perplexity": look.perplexity} for step, look in course.looks),
         best_step=best,
         loss_stored=done.stored.loss,
         perplexity_stored=done.stored.perplexity,
@@ -224,7 +193,7 @@ def _report(
         memory={**done.memory.device, **{f"host: {use}": size for use, size in done.memory.host.items()}},
         settings=settings,
         versions=versions(),
-        phase_seconds=dict(clock.seconds),
+        phase_seconds=dict(log.seconds),
         pruned_with=was,
-        warnings=tuple(notes),
+        warnings=tuple(log.notes),
     )

@@ -11,9 +11,10 @@ from torch import nn
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.parts import Parts
 from qprecon.llm.recovery.loss import BYTES_AN_ENTRY, chunk_rows
-from qprecon.llm.recovery.optimizers import NEEDS_TORCHAO, OPTIMIZER_STATES
+from qprecon.llm.recovery.optimizers import NEEDS_TORCHAO
 from qprecon.llm.recovery.placing import compute_dtype, main_dtype, placed_dtype
 from qprecon.llm.recovery.trained import Selected
+from qprecon.llm.settings.recovery import OPTIMIZER_STATES
 
 _USED = 0.9  # of what is free: estimates are not exact, and memory breaks up into pieces
 _MARGIN = 1.25  # on activations, for what lives shortly within an operation

@@ -19,7 +19,6 @@ import torch
 
 from qprecon.llm.recovery.trained import Held
 
-OPTIMIZER_STATES = ("float32", "host", "8bit")
 BETAS = (0.9, 0.95)  # a run has some hundreds of steps: 0.999 would remember the first of them to the end
 NEEDS_TORCHAO = "optimizer_state '8bit' needs torchao: pip install 'qprecon[recover]'"
 

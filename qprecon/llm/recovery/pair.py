@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,12 @@ from qprecon.llm.model.blocks import check_weights, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
 from qprecon.llm.model.loading import load_causal_lm, model_folder
-from qprecon.llm.model.unprunable import check_changeable, check_no_adapter
-from qprecon.llm.pruning.origin import check_in_memory, model_name
+from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
 from qprecon.llm.recovery.placing import compute_dtype
 from qprecon.llm.recovery.trained import own_part
+from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.storage.checkpoint import NotStreamable, open_shards
 from qprecon.llm.storage.journal import tensor_checksum
-from qprecon.llm.storage.output import REPORT_NAME, check_apart
 
 _MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
 
@@ -38,34 +36,30 @@ class Pair:
     dense_loaded: bool
 
 
-def load_pair(model: Any, dense: Any, tokenizer: Any, out: Any, dtype: Any, device: torch.device) -> Pair:
-    """Models by folder, hub name, or as they are. `dtype`: of the pruned one if it is loaded here.
+def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: Any, device: torch.device) -> Pair:
+    """Models by folder, hub name, or as they are. A pruned one that is loaded here, in `dtype`, must be written `to_folder`.
 
-    Raises ValueError: no `out` for a model that is loaded here, or one in a model's folder; models of other shapes or another
-    vocabulary, with adapters, or with weights that are not finite. TypeError: something else than a model.
+    Raises ValueError: no folder to write to; models of other shapes or another vocabulary, with adapters, or with weights that are
+    not finite. TypeError: something else than a model.
     """
     if model is dense:
         raise ValueError("model and dense are the same model: the pruned one comes first, the dense one second")
     if dtype not in (None, "auto"):
         as_dtype(dtype)
     named, dense_named = isinstance(model, str | Path), isinstance(dense, str | Path)
-    if named and out is None:
+    if named and not to_folder:
         raise ValueError("a model given by name is recovered in a copy: say where to write it with out=")
-    for each in (model, dense) if out is not None else ():
-        check_apart(each, out)
     name, dense_name = str(model), str(dense)
     if named:
         model, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
         tokenizer = tokenizer or own_tokenizer
     else:
-        check_in_memory(model)
-        name = model_name(model)
+        name = _in_memory(model, "model")
     if dense_named:
         dense, dense_tokenizer = load_causal_lm(dense, device="cpu", dtype=compute_dtype(device))
         tokenizer = tokenizer or dense_tokenizer
     else:
-        check_in_memory(dense, "dense model")
-        dense_name = model_name(dense)
+        dense_name = _in_memory(dense, "dense model")
     check_no_adapter(model)
     check_no_adapter(dense)
     check_changeable(model)
@@ -74,6 +68,15 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, out: Any, dtype: Any, devi
         for block in find_blocks(each):
             check_weights(block)
     return Pair(model, dense, tokenizer, name, dense_name, dense_named)
+
+
+def _in_memory(model: Any, argument: str) -> str:
+    """The name of a model that was given as it is, once it is seen to be one."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{argument}: a transformers causal LM or a path, got {type(model).__name__}")
+    check_unwrapped(model)
+    check_in_one_place(model)
+    return getattr(model.config, "_name_or_path", "") or type(model).__name__
 
 
 def _check_alike(model: nn.Module, dense: nn.Module) -> None:
@@ -110,11 +113,11 @@ def identity(source: Any, model: nn.Module) -> Any:
 
 def pruned_with(source: Any) -> dict[str, Any] | None:
     """How a folder's report says that the model was pruned; None where there is no such report."""
-    path = Path(source).expanduser() / REPORT_NAME if isinstance(source, str | Path) else None
-    if path is None or not path.is_file():
+    folder = Path(source).expanduser() if isinstance(source, str | Path) else None
+    if folder is None or not folder.is_dir():
         return None
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        settings = PruneReport.load(folder).settings
         return {key: settings[key] for key in ("pattern", "mask", "update")} | {"calibration": settings.get("calibration")}
-    except (ValueError, KeyError, TypeError):  # of another version, or damaged: it is told, not used
+    except (FileNotFoundError, ValueError, KeyError):  # there is none, or one of another version: it is told, not used
         return None

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qprecon.llm.storage.output import RECOVERY_NAME, card_front
+from qprecon.llm.reporting.reading import read_json, validated
+from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME
+from qprecon.llm.storage.output import card_front
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +52,7 @@ class RecoveryReport:
 
     def to_json(self, files: Collection[str] | None = None) -> str:
         """The report as JSON text. `files`: what was written with it."""
-        data = {"format": 1, "kind": "recovery", **dataclasses.asdict(self), "perplexity_before": self.perplexity_before}
+        data = {"format": FORMAT, **dataclasses.asdict(self), "perplexity_before": self.perplexity_before}
         if files is not None:
             data["files"] = sorted(files)
         return json.dumps(data, indent=1, allow_nan=False, default=str)  # paths and dtypes among the settings
@@ -60,6 +62,18 @@ class RecoveryReport:
         path = Path(path)
         path.write_text(self.to_json(files) + "\n", encoding="utf-8")
         return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> RecoveryReport:
+        """The report that `save` wrote to `path`, a file or the output folder with it.
+
+        Raises FileNotFoundError: there is none. ValueError: it is not JSON, of another format, or a key is missing or of the wrong
+        type; file and key are named.
+        """
+        path = Path(path) / RECOVERY_NAME if Path(path).is_dir() else Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no such report: {path}")
+        return validated(cls, read_json(path, FORMAT), path)
 
     def summary(self) -> str:
         """The outcome in a few lines."""

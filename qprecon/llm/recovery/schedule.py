@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from qprecon._options import is_number, is_whole
-
 _LOOKS = 2  # at the held-out windows, in each pass
 
 
@@ -56,26 +54,3 @@ def hold_out(windows: int, share: float, seed: int) -> tuple[list[int], list[int
 def default_rate(width: int) -> float:
     """The peak learning rate for a model of this hidden size: 1e-4, and less for models wider than 1024."""
     return 1e-4 * min(1.0, math.sqrt(1024 / width))
-
-
-def check_numbers(
-    *, passes: int, batch: int, patience: int, save_steps: int | None, seed: int, lr: float | None, warmup: float, held_out: float,
-    temperature: float, hidden_weight: float, weight_decay: float,
-) -> None:  # fmt: skip
-    """ValueError for the first number that cannot be."""
-    for name, number in (("passes", passes), ("batch", batch), ("patience", patience), ("save_steps", save_steps)):
-        if (name, number) != ("save_steps", None) and not (is_whole(number) and number >= 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
-    if not is_whole(seed) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
-    positive = {"temperature": temperature} | ({} if lr is None else {"lr": lr})
-    for name, value in positive.items():
-        if not is_number(value) or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive number, got {value!r}")
-    for name, value in (("hidden_weight", hidden_weight), ("weight_decay", weight_decay)):
-        if not is_number(value) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
-    if not is_number(warmup) or not 0 <= warmup < 1:
-        raise ValueError(f"warmup must be a share of the steps, from 0 to less than 1, got {warmup!r}")
-    if not is_number(held_out) or not 0 < held_out < 1:
-        raise ValueError(f"held_out must be a share of the windows between 0 and 1, got {held_out!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from qprecon.llm.masks.given import load_masks
+from qprecon.llm.masks.packed import Packed, pack
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.dtypes import FLOATS
-from qprecon.llm.model.linears import LinearView, check_refused, find_linears
+from qprecon.llm.model.linears import LinearView, find_linears
+from qprecon.llm.model.unprunable import check_refused
 
-# What `train` may name. "weights": the kept weights of the pruned linear layers. "head" and "embeddings" mean the same where tied.
-TRAIN = ("weights", "norms", "biases", "embeddings", "head", "all")
 LEAST_ZEROS = 0.01  # a layer with a smaller share of zeros was not pruned: dense models have a few by chance
 
 
@@ -44,27 +44,24 @@ class Selected:
         """How many weights are trained: those that no mask holds at zero."""
         return sum(item.parameter.numel() for item in self.trained) - self.zeros
 
-    def masks_NK(self) -> dict[str, torch.Tensor]:
-        """The masks of the pruned layers, bool (N, K), True = kept."""
+    def masks(self) -> Iterator[Packed]:
+        """The masks of the pruned layers, packed one after the other as `write_masks` takes them."""
         bits = {id(item.parameter): item.bits for item in self.trained}
-        found = {}
         for view in self.pruned:
-            kept = unpacked(bits[id(view.parameter)], view.parameter.shape)
-            found[view.name] = _part(view, kept).clone()
-        return found
+            kept_NK = _part(view, unpacked(bits[id(view.parameter)], view.parameter.shape))
+            yield view.name, (kept_NK.shape[1], kept_NK.shape[0]), pack(kept_NK)
 
 
-def select_trained(model: nn.Module, blocks: Sequence[Block], train: str | Sequence[str], masks: Any = None) -> Selected:
-    """The parameters that the words of `train` name, see `TRAIN`.
+def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[str], masks: Any = None) -> Selected:
+    """The parameters that the words name (`qprecon.llm.settings.recovery.TRAIN`).
 
     The mask of a linear layer in the blocks is the one in `masks` (what `load_masks` takes), or else its zeros; it counts as pruned
     if at least `LEAST_ZEROS` of the mask are. Pruned layers are always trained. Of a parameter that holds several experts all are
     trained if one was pruned.
 
-    Raises ValueError: an unknown word; nothing is pruned; a mask for no layer, of another shape, or that prunes a weight which is
+    Raises ValueError: nothing is pruned; a mask for no layer, of another shape, or that prunes a weight which is
     not zero; layers that are quantised or computed.
     """
-    words = _words(train)
     found = [find_linears(block, model=model) for block in blocks]
     check_refused(item for linears in found for item in linears.refused)
     views = [view for linears in found for view in linears.views]
@@ -93,17 +90,9 @@ def select_trained(model: nn.Module, blocks: Sequence[Block], train: str | Seque
     trained = [
         Trained(name, parameter, packed(kept[id(parameter)]) if id(parameter) in kept else None)
         for name, parameter in model.named_parameters()
-        if id(parameter) in kept or parameter.dtype in FLOATS and words & {"all", *_kinds(model, name, parameter)}
+        if id(parameter) in kept or parameter.dtype in FLOATS and {"all", *_kinds(model, name, parameter)} & set(words)
     ]
     return Selected(tuple(trained), tuple(pruned), weights, zeros)
-
-
-def _words(train: str | Sequence[str]) -> set[str]:
-    words = {train} if isinstance(train, str) else set(train)
-    for word in sorted(words):
-        if word not in TRAIN:
-            raise ValueError(f"train: {word!r} is none of {', '.join(TRAIN)}")
-    return words
 
 
 def _kinds(model: nn.Module, name: str, parameter: nn.Parameter) -> set[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -21,8 +21,9 @@ from qprecon.llm.recovery.schedule import Schedule
 from qprecon.llm.recovery.state import Course, load_state, save_state, saved_fit
 from qprecon.llm.recovery.step import Distillation, Look, gradients, look, move
 from qprecon.llm.recovery.trained import Held, Selected
-from qprecon.llm.reporting.clock import Clock
-from qprecon.llm.reporting.progress import CONTINUING, Step
+from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.progress import CONTINUING
+from qprecon.llm.settings.recovery import Recovery
 from qprecon.llm.storage.journal import Journal
 
 Result = TypeVar("Result")
@@ -55,7 +56,7 @@ class Run:
     fit: Fit
     memory: Memory
     course: Course
-    notes: list[str]
+    log: RunLog
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,17 @@ class Done:
     memory: Memory
 
 
-def place(task: Task, settings: dict[str, Any], journal: Journal | None, stack: ExitStack, clock: Clock, notes: list[str]) -> Run:
+def place(task: Task, recovery: Recovery, journal: Journal | None, stack: ExitStack, log: RunLog) -> Run:
     """Move both models to the device until `stack` is closed, and take up the run that an earlier process left in the journal."""
     pair, device, trained = task.pair, task.device, task.selected.trained
     parameters, dtypes = [item.parameter for item in trained], [item.parameter.dtype for item in trained]
     blocks, longest = find_blocks(pair.model), max(window.numel() for window in task.windows)
     known = saved_fit(journal)
-    with clock("place"):
-        asked = settings["optimizer_state"] if known is None else known.optimizer_state
+    with log.phase("place"):
+        asked = recovery.optimizer_state if known is None else known.optimizer_state
         kind, memory = choose_state(asked, pair.model, pair.dense, task.selected, longest, device)
         if pair.dense_loaded:
             pair.dense.to(device)  # not a copy beside it
-        stack.enter_context(torch.cuda.device(device) if device.type == "cuda" else nullcontext())
         stack.enter_context(borrowed(pair.dense, device))
         stack.enter_context(borrowed(pair.model, device, parameters))
         stack.enter_context(repeatable(device))
@@ -90,58 +90,56 @@ def place(task: Task, settings: dict[str, Any], journal: Journal | None, stack: 
         few = windows[0][None, :_PROBE_TOKENS]
         student, teacher = split(pair.model, few), split(pair.dense, few)
         activations = activation_bytes(student, pair.model, len(blocks), windows[0])
-        fit, memory = fit_activations(kind, memory, activations, longest, settings["batch"], settings["checkpointing"])
+        fit, memory = fit_activations(kind, memory, activations, longest, recovery.batch, recovery.checkpointing)
         fit = known or fit
         stack.enter_context(checkpointed(blocks, fit.checkpointing))
-        optimizer = make_optimizer(kind, parameters, settings["weight_decay"], settings["seed"])
+        optimizer = make_optimizer(kind, parameters, recovery.weight_decay, recovery.seed)
         stack.callback(optimizer.close)
         course = Course()
         if known is not None:
             course = load_state(journal, optimizer)
-            notes.append(f"continued after step {course.step}, where an earlier run was interrupted")
+            log.note(f"continued after step {course.step}, where an earlier run was interrupted")
     words = pair.model.get_input_embeddings().num_embeddings
-    distillation = Distillation(student, teacher, words, settings["temperature"], settings["hidden_weight"])
+    distillation = Distillation(student, teacher, words, recovery.temperature, recovery.hidden_weight)
     held = Held([item.bits for item in trained], device)
-    return Run(distillation, windows, optimizer, held, parameters, dtypes, fit, memory, course, notes)
+    return Run(distillation, windows, optimizer, held, parameters, dtypes, fit, memory, course, log)
 
 
-def train_on(
-    run: Run, task: Task, patience: int, journal: Journal | None, save_steps: int | None, clock: Clock, step: Step
-) -> Done:
+def train_on(run: Run, task: Task, patience: int, journal: Journal | None, save_steps: int | None) -> Done:
     """THE loop: all steps that are left, or until the windows held out get no better."""
-    course, schedule = run.course, task.schedule
+    course, schedule, log = run.course, task.schedule, run.log
     held_out = [run.windows[index] for index in task.held_out]
     is_due = _due(save_steps)
-    step(CONTINUING if course.step else "recover", course.step)
+    log.step(CONTINUING if course.step else "recover", course.step)
     if not course.looks:
-        _look(run, held_out, clock)
+        _look(run, held_out)
     while course.step < len(schedule.steps) and not _is_over(course, patience):
-        with clock("train"):
+        with log.phase("train"):
             windows = [run.windows[index] for index in schedule.steps[course.step]]
             course.pending.append(_tried(run, partial(gradients, run.distillation, windows)))
             move(run.optimizer, run.held, schedule.rate(course.step))
         course.step += 1
-        loss = _look(run, held_out, clock).loss if course.step in schedule.looks else None
-        step("recover", 1, loss=loss)
+        loss = _look(run, held_out).loss if course.step in schedule.looks else None
+        log.step("recover", 1, loss=loss)
         if journal is not None and is_due(course.step):
-            with clock("keep"):
+            with log.phase("keep"):
                 save_state(journal, course, run.optimizer, run.fit)
     course.read_losses()
     stored = course.looks[0][1]
     if course.best is not None:
-        with torch.no_grad(), clock("look"):
+        with torch.no_grad(), log.phase("look"):
             for weight, best in zip(run.weights, course.best, strict=True):
                 weight.copy_(best)
             stored = look(run.distillation, held_out, run.fit.together)
     return Done(course, course.best, stored, _emptied(run), run.fit, run.memory)
 
 
-def _look(run: Run, held_out: Sequence[torch.Tensor], clock: Clock) -> Look:
+def _look(run: Run, held_out: Sequence[torch.Tensor]) -> Look:
     """At the windows held out; weights that do better on them than any before are kept. ValueError for what is not finite."""
-    course = run.course
-    with clock("train"):  # what a GPU has still to do of it
+    course, log = run.course, run.log
+    with log.phase("train"):  # what a GPU has still to do of it
         course.read_losses()
-    with clock("look"):
+    with log.phase("look"):
         found = _tried(run, partial(look, run.distillation, held_out))
         if not abs(found.loss) < float("inf"):
             raise ValueError(f"the loss on the windows held out is {found.loss} after step {course.step} of the recovery")
@@ -190,7 +188,7 @@ def _tried(run: Run, work: Callable[[int], Result]) -> Result:
             if (note := less_repeatable(error)) is None:
                 raise
             smaller = False
-            run.notes.append(note)
+            run.log.note(note)
         for tensor in (*run.optimizer.leaves, *run.weights):  # here the exception holds no tensors any more
             tensor.grad = None
         if smaller and run.fit.together == 1:

@@ -10,17 +10,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from qprecon.llm.masks.packed import MASKS_NAME
-from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
+from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
-REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
 # What a run may have written before reports listed their files.
@@ -125,19 +124,21 @@ class Report(Protocol):
 
 
 def save_model(
-    model: Any, report: Report, out: str | Path, tokenizer: Any = None, *, name: str = REPORT_NAME, card: str | None = None
-) -> Path:
-    """Write model, tokenizer, generation config, report and model card to `out`; the folder appears complete or not at all.
+    model: Any, report: Report, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None,
+    *, name: str = REPORT_NAME, card: str | None = None,
+) -> Path:  # fmt: skip
+    """Write model, tokenizer, generation config, report, model card and, if given, masks to `out`; the folder appears complete or
+    not at all.
 
-    `name`: the report's; `card`: the model card, by default that of a `PruneReport`. A folder that an earlier run wrote is
-    replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
+    `name`: the report's; `card`: the text of the model card, by default that of a `PruneReport`. A folder that an earlier run
+    wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
     """
     out = check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         model.save_pretrained(partial)
-        _explain(partial, report, tokenizer, name, card)
+        _explain(partial, report, tokenizer, masks, name, card)
         partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
         _put(partial, out)
     except BaseException:
@@ -153,8 +154,9 @@ def partial_folder(out: str | Path) -> Path:
 
 
 def complete_folder(
-    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None
-) -> Path:
+    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None,
+    masks: Iterable[Packed] | None = None,
+) -> Path:  # fmt: skip
     """Add to the written shards what makes a model of them, and give the folder its name; `shards` as the journal has them."""
     out = check_output(out)
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
@@ -165,17 +167,22 @@ def complete_folder(
     model.config.save_pretrained(partial)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(partial)
-    _explain(partial, report, tokenizer)
-    os.sync()  # before the folder gets its name: a power cut must not leave a name without the content
+    _explain(partial, report, tokenizer, masks)
+    if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
+        os.sync()
     _put(partial, out)
     for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
         shutil.rmtree(leftover, ignore_errors=True)
     return out
 
 
-def _explain(folder: Path, report: Any, tokenizer: Any, name: str = REPORT_NAME, card: str | None = None) -> None:
+def _explain(
+    folder: Path, report: Any, tokenizer: Any, masks: Iterable[Packed] | None, name: str = REPORT_NAME, card: str | None = None
+) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if masks is not None:
+        write_masks(folder, masks)
     (folder / "README.md").write_text(card or model_card(report), encoding="utf-8")
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}

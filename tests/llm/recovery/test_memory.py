@@ -19,7 +19,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 def chosen(asked, device, free, host_free, monkeypatch, family="llama", dtype=torch.bfloat16, torchao=True):
     model, dense = pair(family, dtype=dtype)
-    selected = select_trained(model, find_blocks(model), "weights")
+    selected = select_trained(model, find_blocks(model), ["weights"])
     monkeypatch.setattr(module, "free_bytes", lambda of: free if of.type == device.type else host_free)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object() if torchao else None)
     return choose_state(asked, model, dense, selected, 32, device), sum(item.parameter.numel() for item in selected.trained)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qprecon.llm import RecoveryReport, perplexity, prune_model, recover
-from qprecon.llm.masks.packed import write_masks
+from qprecon.llm.masks.packed import pack, write_masks
 from qprecon.llm.recovery import step as steps
 from qprecon.llm.recovery import training
 from qprecon.llm.recovery.optimizers import Direct
@@ -168,7 +169,7 @@ def test_masks_from_files(tmp_path):
     at = tuple(int(i) for i in kept[view.name].nonzero()[0])
     weights[at] = 0
     view.write(weights)
-    write_masks(tmp_path, kept)
+    write_masks(tmp_path, [(name, tuple(mask.T.shape), pack(mask)) for name, mask in kept.items()])
     run(model, dense, masks=tmp_path / "masks.npz")
     assert view.weights_NK()[at] != 0 and all((v.weights_NK()[~kept[v.name]] == 0).all() for v in views_of(model))
     name = view.name
@@ -228,12 +229,16 @@ def test_the_folder(tmp_path):
     assert data["losses"] == list(report.losses) and data["held_out"] == list(report.held_out)
     assert data["settings"]["seed"] == 0 and data["versions"]["torch"] == torch.__version__
     written = {"model.safetensors", "config.json", "generation_config.json", "README.md", "qprecon_recovery.json"}
-    assert written == set(data["files"])
+    assert written | {"masks.npz"} == set(data["files"])
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.25
     card = (out / "README.md").read_text()
     assert f"{report.perplexity_stored:.3f}" in card and "no smaller" in card and card.startswith("---\n")
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert same(bits(model), loaded) and loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert RecoveryReport.load(out) == replace(report, phase_seconds=RecoveryReport.load(out).phase_seconds)
+    with pytest.raises(ValueError, match="losses"):
+        (tmp_path / "bad.json").write_text(json.dumps(data | {"losses": ["a"]}))
+        RecoveryReport.load(tmp_path / "bad.json")
     assert "->" in repr(report) and "dense model" in str(report) and report.seed == 0
     again, _ = pair("llama-tied", dtype=torch.bfloat16)
     run(again, dense, out=out, seed=3)  # an earlier output is replaced, masks included
