@@ -42,14 +42,14 @@ def choose_store(bytes_needed: int, device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def with_room(inputs: Movable, notes: list[str], what: str, work: Callable[[], Result]) -> Result:
-    """`work()`; if the GPU's memory runs out, once more with the activations in the host's memory, which `notes` then says."""
+def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Callable[[], Result]) -> Result:
+    """`work()`; if the GPU's memory runs out, once more with the activations in the host's memory, which `note` is told."""
     try:
         return work()
     except torch.cuda.OutOfMemoryError:
         if not inputs.to_host():
             raise
-        notes.append(f"{what}: out of GPU memory; activations are in the host's memory from there on")
+        note(f"{what}: out of GPU memory; activations are in the host's memory from there on")
     # Outside of the handler: the exception holds every tensor of the frames that it came through.
     if torch.cuda.is_available():
         torch.cuda.synchronize()

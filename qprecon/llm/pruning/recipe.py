@@ -8,16 +8,12 @@ transformers is imported here, so that `qprecon prune --help` is quick.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import math
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from qprecon._options import check_values
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.pruning.options import Option, check_options, nearest, option, options
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
@@ -29,89 +25,66 @@ AMOUNT, WEIGHTS, CALIBRATION, LAYERS, RUN = "how much, and which weights", "kept
 
 
 @dataclass(frozen=True)
-class Option:
-    """What is known of a field of `Recipe` or `Run` beside its name, type and default.
-
-    help: one sentence, for the command line, Python and the documentation alike. group: the heading it stands under.
-    flag: of the command, made from the name unless given. aliases: words of other tools for it. least: the smallest value.
-    default: how the default reads where it is not the field's own.
-    """
-
-    help: str
-    group: str
-    aliases: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    flag: str = ""
-    metavar: str | None = None
-    least: float = -math.inf
-    default: str = ""
-
-
-def _option(default: Any, help: str, group: str, /, **more: Any) -> Any:
-    return field(default=default, metadata={"option": Option(help, group, **more)})
-
-
-@dataclass(frozen=True)
 class Recipe:
     """What is done to a model. Every field is a keyword of `prune_model`, a flag of `qprecon prune` and a key of a recipe file.
 
     Raises ValueError for a value that is of the wrong type or out of range, or for two that contradict each other.
     """
 
-    sparsity: float | str | None = _option(
+    sparsity: float | str | None = option(
         None, "share of zeros in each output's weights, 0.5 or '50%'", AMOUNT,
         aliases=("sparsity_ratio",), default="0.5",
     )  # fmt: skip
-    pattern: str | float | Pattern | Mapping[str, Any] | None = _option(
+    pattern: str | float | Pattern | Mapping[str, Any] | None = option(
         None,
         "in place of sparsity: N:M, where N of every M consecutive inputs are KEPT, e.g. 2:4 (the scripts of Wanda and SparseGPT "
         "count the PRUNED ones, so their 1:4 is 3:4 here); or a mapping from names of layers (see targets) to patterns, where "
         "layers that match none stay dense",
         AMOUNT, aliases=("sparsity_type", "mask_structure"), metavar="N:M",
     )  # fmt: skip
-    mask: str = _option(
+    mask: str = option(
         "wanda",
         "how the kept weights are chosen: wanda, magnitude, sparsegpt, thanos, alps, proxsparse (2:4 only), given, or an installed "
         "plugin's name",
         AMOUNT, aliases=("prune_method",),
     )  # fmt: skip
-    mask_options: Mapping[str, Any] | None = _option(
+    mask_options: Mapping[str, Any] | None = option(
         None, "options of the mask, e.g. block_size=64", AMOUNT, flag="--mask-option", metavar="KEY=VALUE"
     )
-    allocation: str = _option(
+    allocation: str = option(
         "uniform", "uniform: one sparsity for all blocks; owl: a lower one for blocks with more outliers, the same on average",
         AMOUNT, choices=ALLOCATIONS,
     )  # fmt: skip
-    allocation_options: Mapping[str, Any] | None = _option(
+    allocation_options: Mapping[str, Any] | None = option(
         None,
         "options of owl: lam=0.08 (blocks differ by at most twice that), threshold=5 (an outlier is above so many times the mean "
         "score)",
         AMOUNT, flag="--allocation-option", metavar="KEY=VALUE",
     )  # fmt: skip
-    update: str = _option(
+    update: str = option(
         "optimal", "optimal: solve for the kept weights; none: leave them; own: take the mask method's own", WEIGHTS,
         choices=UPDATES,
     )  # fmt: skip
-    backend: str = _option("auto", "the solver; see `qprecon backends`", WEIGHTS)
-    damping: float = _option(
+    backend: str = option("auto", "the solver; see `qprecon backends`", WEIGHTS)
+    damping: float = option(
         0.01, "share of the mean diagonal that is added to H", WEIGHTS, aliases=("dampening_frac",), least=0
     )
-    tol: float = _option(1e-4, "certified relative gap asked for", WEIGHTS, least=0)
-    solve_options: Mapping[str, Any] | None = _option(
+    tol: float = option(1e-4, "certified relative gap asked for", WEIGHTS, least=0)
+    solve_options: Mapping[str, Any] | None = option(
         None, "options of `qprecon.solve` or, if it is named, of the backend", WEIGHTS, flag="--solve-option", metavar="KEY=VALUE"
     )
-    nsamples: int = _option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
-    seqlen: int = _option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
-    seed: int = _option(0, "of the choice of windows", CALIBRATION)
-    propagate: str = _option(
+    nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
+    seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
+    seed: int = option(0, "of the choice of windows", CALIBRATION)
+    propagate: str = option(
         "pruned", "what later blocks are calibrated on: the outputs of the pruned or of the dense blocks before them", CALIBRATION,
         choices=PROPAGATE,
     )  # fmt: skip
-    targets: str | Sequence[str] | None = _option(
+    targets: str | Sequence[str] | None = option(
         None, "only these layers: names, globs, or re:PATTERN", LAYERS, metavar="NAME", default="all"
     )
-    ignore: str | Sequence[str] | None = _option(None, "leave these layers alone; written like targets", LAYERS, metavar="NAME")
-    dtype: str | None = _option(
+    ignore: str | Sequence[str] | None = option(None, "leave these layers alone; written like targets", LAYERS, metavar="NAME")
+    dtype: str | None = option(
         "auto",
         "of a model given by name, while it is pruned and in the output: auto (as it is stored), float32, bfloat16, float16 or "
         "float64; on a CPU float32 can be much faster",
@@ -121,7 +94,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        _check(self)
+        if self.update == "adam":
+            raise ValueError("update='adam' is written backend='adam' now (with update='optimal', the default)")
+        check_options(self, Recipe)
         for name in ("mask_options", "allocation_options", "solve_options"):
             object.__setattr__(self, name, dict(getattr(self, name) or {}))
         self._check_amount()
@@ -149,6 +124,12 @@ class Recipe:
         """Whether a sparsity or pattern was given; masks from outside are only held against one that was."""
         return self.pattern is not None or self.sparsity is not None
 
+    def without_effect(self) -> list[str]:
+        """What was set although nothing reads it, each in a sentence."""
+        idle = ["backend", "damping", "tol", "solve_options"] if self.update != "optimal" else []
+        given = [name for name in self.stated() if name in idle]
+        return [f"{', '.join(given)}: no effect with update={self.update!r}, which solves nothing"] if given else []
+
     def settings(self) -> dict[str, Any]:
         """All fields by name, values as they are."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(Recipe)}
@@ -170,29 +151,29 @@ class Run:
     `prune_model` takes the same by keyword, and objects too (a model in memory, tokens).
     """
 
-    model: str | None = _option(None, "a model folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
-    out: str | None = _option(None, "where the pruned model and its report go", RUN, flag="OUT", aliases=("save_model",))
-    calibration: str | None = _option(
+    model: str | None = option(None, "a model folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
+    out: str | None = option(None, "where the pruned model and its report go", RUN, flag="OUT", aliases=("save_model",))
+    calibration: str | None = option(
         None,
         'calibration text: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own documentation), or a name '
         "for the `datasets` library",
         CALIBRATION, flag="--calib", aliases=("calib",), metavar="FILE|builtin|c4", default="c4",
     )  # fmt: skip
-    device: str | None = _option(
+    device: str | None = option(
         None, "where blocks are computed, one at a time: cpu, cuda, cuda:1, …", RUN, default="auto, a GPU if there is one"
     )
-    store: str | None = _option(
+    store: str | None = option(
         None, "where activations are kept between blocks: a device, or cpu", RUN,
         default="auto, the device if they take up to a third of its free memory",
     )  # fmt: skip
-    progress: bool | str = _option(
+    progress: bool | str = option(
         "bar", "on stderr: a bar, lines of JSON, or nothing (in Python True and False too)", RUN, choices=PROGRESS
     )
-    resume: bool = _option(True, "continue a run that was interrupted, or start over", RUN)
-    save_masks: bool = _option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
+    resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
+    save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_options(self, Run)
 
 
 # Words that a command line and a file may use, and what they stand for.
@@ -206,35 +187,16 @@ SHORTHANDS = {
 }  # fmt: skip
 
 
-def options(of: type = Recipe) -> Iterator[tuple[dataclasses.Field, Option]]:
-    """The fields of `Recipe` or `Run` with what is known of them, in order."""
-    for each in dataclasses.fields(of):
-        yield each, each.metadata["option"]
-
-
-def type_hints(of: type = Recipe) -> dict[str, Any]:
-    """The types of the fields, resolved."""
-    return typing.get_type_hints(of)
-
-
-def default_text(each: dataclasses.Field, option: Option) -> str:
-    """How the default reads; "" where there is none to speak of."""
-    if option.default or each.default is None or isinstance(each.default, bool):
-        return option.default
-    return str(each.default)
-
-
 SETTINGS = tuple(each.name for each, _ in options(Recipe))
 KEYS = tuple(each.name for of in (Run, Recipe) for each, _ in options(of))  # of a file
-ALIASES = {alias: each.name for of in (Run, Recipe) for each, option in options(of) for alias in option.aliases}
+ALIASES = {alias: each.name for of in (Run, Recipe) for each, known in options(of) for alias in known.aliases}
 
 
-def nearest(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
-    """The end of a message about an unknown word: the nearest known one, or all."""
+def meant(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
+    """The end of a message about an unknown word: what it is called here, the nearest known one, or all."""
     if word in ALIASES:
         return f"; here that is {ALIASES[word]!r}"
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return nearest(word.lower().replace("-", "_"), known) or f"; known: {', '.join(known)}"
 
 
 def overridden(words: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,44 +222,9 @@ def as_recipe(recipe: Recipe | Mapping[str, Any] | None, settings: Mapping[str, 
     base = recipe.stated() if isinstance(recipe, Recipe) else dict(recipe or {})
     for name in (*base, *settings):
         if name not in SETTINGS:
-            raise TypeError(f"prune_model has no setting {name!r}{nearest(str(name), SETTINGS)}")
+            raise TypeError(f"prune_model has no setting {name!r}{meant(str(name), SETTINGS)}")
     return Recipe(**overridden(base, settings))
 
 
 def _plain_default(name: str) -> Any:
     return {} if name.endswith("_options") else Recipe.__dataclass_fields__[name].default
-
-
-def _check(options_of: Recipe | Run) -> None:
-    """ValueError for a value of the wrong type, or that is no choice, or too small."""
-    if getattr(options_of, "update", None) == "adam":
-        raise ValueError("update='adam' is written backend='adam' now (with update='optimal', the default)")
-    kind = Recipe if isinstance(options_of, Recipe) else Run
-    for each, option in options(kind):
-        value = getattr(options_of, each.name)
-        if value != each.default:
-            check_values("recipe", {each.name: value}, kind)
-        if option.choices and not isinstance(value, bool) and value not in option.choices:
-            near = difflib.get_close_matches(str(value), option.choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{each.name} must be one of {', '.join(option.choices)}, got {value!r}{hint}")
-        if isinstance(value, int | float) and not value >= option.least:
-            raise ValueError(f"{each.name} must be at least {option.least:g}, got {value!r}")
-
-
-def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the fields of `Recipe` as what they are, keywords of `function`, in its signature and at the end of its docstring.
-
-    `function` ends in **settings, which it hands to `as_recipe`.
-    """
-    signature = inspect.signature(function)
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    settings = [inspect.Parameter(each.name, keyword, default=each.default, annotation=each.type) for each, _ in options()]
-    function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
-    lines = ["Settings (the fields of `Recipe`):"]
-    for each, option in options():
-        default = default_text(each, option)
-        lines.append(f"    {each.name} ({each.type}{', default ' + default if default else ''}): {option.help}.")
-    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n" + "\n".join(lines) + "\n"
-    return function

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from qprecon.llm.model.targets import ATTENTION, as_patterns
-from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, nearest, overridden
+from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
 from qprecon.llm.pruning.stages import of_other_tools, without_stage
 
 RECIPE_NAME = "recipe.yaml"
@@ -91,7 +91,7 @@ def _translated(words: Mapping[str, Any]) -> dict[str, Any]:
     for word, value in of_other_tools(_without_shorthands(without_stage(words))).items():
         key = ALIASES.get(word, word)
         if key not in KEYS:
-            raise ValueError(f"unknown key {word!r}{nearest(str(word))}")
+            raise ValueError(f"unknown key {word!r}{meant(str(word))}")
         if key in said:
             raise ValueError(f"{said[key]!r} and {word!r} are the same thing; keep one")
         said[key] = word

@@ -19,7 +19,7 @@ from torch import nn
 from qprecon.llm.calibration.capture import BlockInputs, capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.model.blocks import Block, check_weights
-from qprecon.llm.reporting.clock import Clock
+from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Shards, stored_names
 from qprecon.llm.storage.journal import Journal, tensor_checksum
@@ -30,8 +30,8 @@ class MemoryBlocks:
 
     finished, rows = 0, ()
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, clock: Clock):
-        self.model, self.blocks, self.device, self.clock = model, blocks, device, clock
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog):
+        self.model, self.blocks, self.device, self.log = model, blocks, device, log
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
 
@@ -47,12 +47,12 @@ class MemoryBlocks:
         if home == self.device:
             yield module
             return
-        with self.clock("move"):
+        with self.log.phase("move"):
             module.to(self.device)
         try:
             yield module
         finally:
-            with self.clock("move"):
+            with self.log.phase("move"):
                 module.to(home)
 
     def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
@@ -85,10 +85,10 @@ class DiskBlocks:
     """
 
     def __init__(
-        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, clock: Clock
+        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog
     ):
         self.model, self.shards, self.blocks, self.device = model, shards, blocks, device
-        self.journal, self.clock = journal, clock
+        self.journal, self.log = journal, log
         self.stored = stored_names(model, shards)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
@@ -168,7 +168,7 @@ class DiskBlocks:
     @contextmanager
     def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
         """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`."""
-        with self.clock("read"):
+        with self.log.phase("read"):
             tensors = self._taken(index, dense)
         if index + 1 < len(self.blocks):
             self.ahead[index + 1, dense] = self.reader.submit(self._load, index + 1, dense)
@@ -187,7 +187,7 @@ class DiskBlocks:
 
     def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
         """Write the open block, in the background; an error of an earlier write comes up here."""
-        with self.clock("write"):
+        with self.log.phase("write"):
             self._wait(most=1)  # memory for one block that is being written, no more
         block = self.blocks[index]
         tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
@@ -196,7 +196,7 @@ class DiskBlocks:
 
     def close(self) -> None:
         """Copy the blocks that were not pruned, and wait until everything is on the disk."""
-        with self.clock("write"):
+        with self.log.phase("write"):
             self._wait(most=0)
             for index in range(len(self.blocks)):
                 if self.journal.entry(_key(index)) is None:

@@ -12,7 +12,8 @@ import yaml
 from qprecon import cli
 from qprecon.llm import prune_model
 from qprecon.llm.model.targets import ATTENTION
-from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, as_recipe, options, overridden, type_hints
+from qprecon.llm.pruning.options import options, type_hints
+from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, as_recipe, overridden
 from qprecon.llm.pruning.recipe_file import checked, command_words, load_recipe, save_recipe, to_yaml
 from tests.llm.pruning.options_table import shown, table
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
@@ -31,7 +32,7 @@ def test_the_options_are_prune_models_keywords_and_aliases_point_at_them():
     for each, _ in options(Run):
         default = parameters[each.name].default
         assert default in (each.default, inspect.Parameter.empty) or (each.name, default) == ("progress", True)
-    for each, option in options():
+    for each, option in options(Recipe):
         assert parameters[each.name].default == each.default
         assert f"    {each.name} ({each.type}" in prune_model.__doc__ and option.help in prune_model.__doc__
 
@@ -48,7 +49,7 @@ def test_the_documentations_table_is_made_from_them():
 
 
 def test_the_definition_loads_neither_torch_nor_transformers():
-    code = "import sys; from qprecon.llm.pruning import recipe as r; print(r.Recipe() and {'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys; from qprecon.llm.pruning import recipe; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
