@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-LONG = 2**22  # scores from which on waiting for the device costs less than what is saved by it
+LONG = 2**22  # scores from which on a wait for the device costs less than what it saves
 _SURE = 8.0  # standard deviations of a sample's quantile between it and the bracket
 
 
@@ -22,9 +22,14 @@ def kth_smallest(score: torch.Tensor, k: int) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(np.partition(rows.numpy(), k - 1)[..., k - 1])[()])
     if score.ndim > 1:
         return score.T.contiguous().kthvalue(k, dim=1).values
-    found = _between_quantiles(score, k) if len(score) >= LONG else None
+    found = _between_quantiles(score, k) if may_wait(score) else None
     # kthvalue gives a single block to one long vector on CUDA; topk uses the whole card.
     return score.topk(k, largest=False, sorted=False).values.max() if found is None else found
+
+
+def may_wait(score: torch.Tensor) -> bool:
+    """Whether looking at numbers on the way costs next to nothing: on a host, and for one long vector."""
+    return not score.is_cuda or (score.ndim == 1 and len(score) >= LONG)
 
 
 def _between_quantiles(score_n: torch.Tensor, k: int) -> torch.Tensor | None:
