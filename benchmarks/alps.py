@@ -183,9 +183,9 @@ def rates(device: str) -> dict[str, float]:
 def work(n: int, k: int, counts: dict[str, int], steps: int = 10) -> dict[str, float]:
     """Flops and bytes of one selection on a GPU, unstructured.
 
-    An iteration is a product of three times the depth and some 130 bytes moved a weight; an inverse 2 N³ flops, three times, and some
-    130 bytes a matrix entry; a step of conjugate gradients a product and some 140 bytes a weight; beside them one Cholesky factor and
-    one product in float32. The triangular leaves of an inverse are not counted.
+    An iteration is a product of three times the depth and some 130 bytes moved a weight; an inverse 2 N³ flops, three times, and
+    some 130 bytes a matrix entry; a step of conjugate gradients a product and some 140 bytes a weight; beside them one Cholesky
+    factor and one product in float32. The triangular leaves of an inverse are not counted.
     """
     iterations, inverses = counts["iterations"], counts["inverses"]
     return {

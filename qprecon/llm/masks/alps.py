@@ -94,9 +94,9 @@ def _admm(
     state, rho, growing = _Iterate(target_NK, pattern), options.rho, False
     seen_NK = state.pruned_NK
     n_kept = max(1, int((~seen_NK).sum()))
-    response = _response(scaled_NN, rho)
+    state.set_penalty(scaled_NN, rho)
     for iteration in range(options.max_iterations):
-        state.advance(response)
+        state.advance()
         last = iteration + 1 == options.max_iterations
         if (iteration + 1) % _EVERY and not last:
             continue
@@ -113,18 +113,18 @@ def _admm(
             state.begin()
         old_rho, rho = rho, min(max(factor * rho, _RHO_RANGE[0]), _RHO_RANGE[1])
         state.scale_dual(old_rho / rho)
-        del response  # the matrix, before the next one is made
-        response = _response(scaled_NN, rho)
+        state.set_penalty(scaled_NN, rho)
     return state.dense()
 
 
 class _Iterate:
-    """Y = B + U and where it is pruned: D is Y where kept, U is Y where pruned. All arithmetic is in place."""
+    """Y = B + U and where it is pruned: D is Y where kept, U is Y where pruned. Arithmetic is in place where it can be."""
 
     def __init__(self, target_NK: torch.Tensor, pattern: Pattern):
         self.target_NK, self.pattern = target_NK, pattern
         self._first_NK = _pruned(target_NK.abs(), pattern)
         self.shifted_NK, self._pull_NK = torch.empty_like(target_NK), torch.empty_like(target_NK)
+        self._response: halves.Multiplier | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -133,13 +133,19 @@ class _Iterate:
         torch.mul(self.target_NK, ~self._first_NK, out=self.shifted_NK)
         self._pull_NK.zero_()
 
-    def advance(self, response: halves.Multiplier) -> None:
+    def set_penalty(self, scaled_NN: torch.Tensor, rho: float) -> None:
+        """Another ρ: another Q. The old one is let go first."""
+        self._response = None
+        self._response = _response(scaled_NN, rho)
+
+    def advance(self) -> None:
         """One iteration: Y = D + Q (W - D + U)."""
         half_NK = torch.mul(self.shifted_NK, self.pruned_NK).sub_(self.shifted_NK, alpha=0.5)  # (U - D) / 2, exactly
         torch.add(self.target_NK, half_NK, alpha=2, out=self._pull_NK)
         self.shifted_NK.mul_(0.5).sub_(half_NK)  # D
         del half_NK
-        response.add_to(self.shifted_NK, self._pull_NK)
+        assert self._response is not None
+        self._response.add_to(self.shifted_NK, self._pull_NK)
         self._before_NK, self.pruned_NK = self.pruned_NK, _pruned(self.shifted_NK.abs(), self.pattern)
 
     def scale_dual(self, factor: float) -> None:
