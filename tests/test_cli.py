@@ -15,8 +15,8 @@ import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
 from qprecon.llm.model.targets import ATTENTION
-from qprecon.llm.pruning.options import default_text, flag_of, options
-from qprecon.llm.pruning.recipe import Recipe, Run
+from qprecon.llm.settings.options import default_text, flag_of, options
+from qprecon.llm.settings.recipe import Recipe, Run
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -281,8 +281,8 @@ from qprecon.llm.storage import sources
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 finish = sources.DiskBlocks.finish
-def finish_and_stop(source, index, rows):
-    finish(source, index, rows)
+def finish_and_stop(source, index, *more):
+    finish(source, index, *more)
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 sources.DiskBlocks.finish = finish_and_stop
 sys.exit(cli.main(sys.argv[2:]))
