@@ -26,7 +26,7 @@ from .errors import BackendBrokenError
 from .hessian import Hessian, check_damping
 from .interface import SolveChunk, System
 from .interop import Array, Place, cast, from_core, place_of, to_core, to_library
-from .linalg import add_to_diagonal, exact_float32, fitting_threads, upper_inverse_factor
+from .linalg import add_to_diagonal, cholesky, exact_float32, fitting_threads, upper_inverse_factor
 from .normalise import Scaling, layer_scaling
 from .problem import ColumnQP
 from .solution import Solution
@@ -50,6 +50,7 @@ class PreparedHessian(Hessian):
 
     _setups: dict[Any, BackendSetup] = field(default_factory=dict, init=False, repr=False)
     _inverses: dict[Any, Array] = field(default_factory=dict, init=False, repr=False)
+    _definite: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
     _elsewhere: dict[Any, PreparedHessian] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
@@ -131,11 +132,8 @@ class PreparedHessian(Hessian):
         damping = self.damping if damping is None else check_damping(damping)
         key = (damping, dtype)
         if key not in self._inverses:
-            mean = np.dtype(dtype).type(cast(self.hessian_NN.diagonal(), dtype).mean())
-            ridge = float(np.dtype(dtype).type(damping) * mean) if mean > 0 else 1.0  # H = 0: any number does
-            damped_NN = add_to_diagonal(cast(self.hessian_NN, dtype), ridge)
             with exact_float32():
-                factor_NN = upper_inverse_factor(damped_NN)
+                factor_NN = upper_inverse_factor(self._ridged(damping, dtype))
             if factor_NN is None:
                 raise ValueError(
                     f"H of {self.n_inputs} inputs is not positive definite with damping {damping:g} in {dtype}; take a larger "
@@ -143,6 +141,24 @@ class PreparedHessian(Hessian):
                 )
             self._inverses[key] = factor_NN
         return from_core(self._inverses[key], self.place)
+
+    def ridged(self, damping: float | None = None, dtype: str = "float32") -> Array:
+        """H + λI of ``inverse_factor`` as a new array."""
+        return from_core(self._ridged(self.damping if damping is None else check_damping(damping), dtype), self.place)
+
+    def is_definite(self, damping: float | None = None, dtype: str = "float32") -> bool:
+        """Whether H + λI of ``inverse_factor`` has a Cholesky factor. Made once a damping and dtype; it is not kept."""
+        damping = self.damping if damping is None else check_damping(damping)
+        key = (damping, dtype)
+        if key not in self._definite:
+            with exact_float32():
+                self._definite[key] = key in self._inverses or cholesky(self._ridged(damping, dtype)) is not None
+        return self._definite[key]
+
+    def _ridged(self, damping: float, dtype: str) -> Array:
+        mean = np.dtype(dtype).type(cast(self.hessian_NN.diagonal(), dtype).mean())
+        ridge = float(np.dtype(dtype).type(damping) * mean) if mean > 0 else 1.0  # H = 0: any number does
+        return add_to_diagonal(cast(self.hessian_NN, dtype), ridge)
 
     def at(self, place: Place) -> PreparedHessian:
         """This H where problems of another array library or device are solved; itself if that is here."""

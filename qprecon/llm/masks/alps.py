@@ -33,7 +33,7 @@ import torch
 from qprecon import halves
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
-from qprecon.llm.masks.sparsegpt import check_damping, checked_cholesky, damped_hessian, starting_weights
+from qprecon.llm.masks.sweep import check_damping, not_definite, prepared_hessian, starting_weights
 
 _EVERY = 3  # iterations between two looks at the support
 _GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))  # share of the support that changed -> factor of ρ
@@ -68,8 +68,10 @@ def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """
     weights_NK = starting_weights(layer, pattern)
     dead_N = undamped_diagonal(layer) == 0
-    scaled_NN = damped_hessian(layer, options.damping)
-    checked_cholesky(scaled_NN, layer, options.damping)
+    prepared = prepared_hessian(layer)
+    if not prepared.is_definite(options.damping):
+        raise not_definite(layer, options.damping)
+    scaled_NN = prepared.ridged(options.damping)
     scale_N1 = scaled_NN.diagonal().sqrt().unsqueeze(1)
     scaled_NN /= scale_N1
     scaled_NN /= scale_N1.T
