@@ -31,7 +31,7 @@ from benchmarks.inputs.problems import Real, Synthetic, from_fixture
 from qprecon import halves
 from qprecon.llm.masks import LayerData, alps, get_selector
 from qprecon.llm.masks.patterns import Pattern, lowest_of_m
-from qprecon.llm.masks.sparsegpt import damped_hessian
+from qprecon.llm.masks.sweep import prepared_hessian
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "alps_gpu.json"
@@ -59,7 +59,7 @@ class Reference:
 
     def select(self, h_NN: torch.Tensor, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mask, bool (N, K), and own weights of a layer without dead inputs."""
-        a_NN = damped_hessian(LayerData("layer", w_NK, h_NN, 1), DAMPING)
+        a_NN = prepared_hessian(LayerData("layer", w_NK, h_NN, 1)).ridged(DAMPING)
         torch.linalg.cholesky(a_NN)
         scale_N1 = a_NN.diagonal().sqrt()[:, None]
         a_NN /= scale_N1 * scale_N1.T
