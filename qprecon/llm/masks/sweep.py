@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 import qprecon
-from qprecon._options import is_whole
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.options import is_whole
 from qprecon.sweep import blocks_of
 
 PruneBlocks = Callable[[torch.Tensor, torch.Tensor, list[slice]], torch.Tensor]

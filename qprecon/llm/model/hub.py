@@ -54,6 +54,7 @@ def offline_if_silent() -> Iterator[None]:
     if constants.HF_HUB_OFFLINE or hub_answers():
         yield
         return
+    # The libraries have no public switch for that: they read the environment once, when they are imported.
     before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
     try:

@@ -60,8 +60,9 @@ def prune_model(
     Args:
         model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
             safetensors is read and written block by block and never held; where that cannot be done, the report says why.
-        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; or text, or one long tensor
-            of tokens, (T,), from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
+        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; what a tokenizer returns,
+            input_ids with their attention_mask, whose padding is left out; or text, or one long tensor of tokens, (T,), from
+            which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         recipe: the settings as one object, or a mapping of some of them.
         tokenizer: for text, where the model is in memory.
         out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
@@ -104,8 +105,10 @@ def prune_model(
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
-        if out is not None and found.shards is None:
-            check_writable(found.model)
+        folder = None if found.shards is None else found.shards.folder
+        if out is not None:
+            with log.library_bars():
+                check_writable(found.model, found.tokenizer, folder)
         samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
         source = open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
@@ -129,7 +132,8 @@ def prune_model(
                 with log.library_bars():
                     save_model(found.model, report, out, found.tokenizer, masks)
             else:
-                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer, masks)
+                shards = source.entries()
+                complete_folder(partial_folder(out), shards, found.model, folder, report, out, found.tokenizer, masks)
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
 

@@ -78,7 +78,7 @@ def draft_rows(
 ) -> list[Draft]:
     """A draft for each layer of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
     dense_NK, mask_NK, new_NK, stored_NK = matrices
-    energy = Energy(prepared.hessian_NN)
+    energy = Energy(prepared.hessian.hessian_NN)
     narrow = all(layer.view.parameter.dtype == torch.bfloat16 for layer in layers)
     figures = [energy(dense_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]

@@ -39,7 +39,7 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
     views = [layer.view for layer in layers]
     prepared, tokens = qprecon.prepare(grams.hessian(views[0]), damping=method.damping), grams.tokens(views[0])
     dense_NK, selection, note = choose_masks(layers, prepared, tokens, method)
-    prepared.release()  # the selector's factors: the solve needs others, and the memory
+    prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
     prepared.release()
@@ -62,7 +62,7 @@ def choose_masks(
     weights = [layer.view.weights_NK() for layer in layers]
     chosen = []
     for layer, part in zip(layers, weights, strict=True):
-        data = LayerData(layer.view.name, part, prepared.hessian_NN, tokens, prepared)
+        data = LayerData(layer.view.name, part, prepared.hessian.hessian_NN, tokens, prepared)
         chosen.append(choose_mask(data, layer.pattern, method))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])

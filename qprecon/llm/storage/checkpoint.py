@@ -107,8 +107,6 @@ def skeleton(folder: Path, shards: Shards, dtype: str | torch.dtype | None) -> n
     model.tie_weights()  # moving a parameter to the meta device has made another of it
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         raise NotStreamable("some of its modules are kept in float32")
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
     _check_names(model, shards)
     return model.eval().requires_grad_(False)
 
