@@ -158,7 +158,7 @@ class PreparedHessian:
         return from_core(self._at(place).ridged(damping, checked_dtype(dtype)), place)
 
     def is_definite(self, damping: float | None = None, dtype: str = "float32") -> bool:
-        """Whether ``ridged`` has a Cholesky factor: one factorisation for each damping and dtype, of which the answer alone is kept."""
+        """Whether ``ridged`` has a Cholesky factor. Factored once for each damping and dtype; the answer alone is kept."""
         damping = self.damping if damping is None else check_damping(damping)
         return self._at(self.hessian.place).is_definite(damping, checked_dtype(dtype))
 
