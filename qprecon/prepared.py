@@ -151,6 +151,17 @@ class PreparedHessian:
         place = self.hessian.place
         return from_core(self._at(place).inverse_factor(damping, checked_dtype(dtype)), place)
 
+    def ridged(self, damping: float | None = None, dtype: str = "float32") -> Array:
+        """H + λI as ``inverse_factor`` takes it, a new array."""
+        damping = self.damping if damping is None else check_damping(damping)
+        place = self.hessian.place
+        return from_core(self._at(place).ridged(damping, checked_dtype(dtype)), place)
+
+    def is_definite(self, damping: float | None = None, dtype: str = "float32") -> bool:
+        """Whether ``ridged`` has a Cholesky factor. Factored once for each damping and dtype; the answer alone is kept."""
+        damping = self.damping if damping is None else check_damping(damping)
+        return self._at(self.hessian.place).is_definite(damping, checked_dtype(dtype))
+
     def release(self, *, certificate: bool = True, setups: bool = True, inverse_factors: bool = True) -> None:
         """Drop what was made of H, or parts of it; it is made again if it is wanted again. With all parts go copies elsewhere."""
         for place, shared in list(self._shared.items()):

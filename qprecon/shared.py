@@ -13,7 +13,7 @@ from .errors import BackendBrokenError
 from .hessian import Hessian
 from .interface import SolveChunk, System
 from .interop import Array, cast, to_library
-from .linalg import add_to_diagonal, exact_float32, fitting_threads, upper_inverse_factor
+from .linalg import add_to_diagonal, cholesky, exact_float32, fitting_threads, upper_inverse_factor
 from .memory import out_of_memory
 from .registry import Loaded
 from .scaling import Scaling, layer_scaling
@@ -38,6 +38,7 @@ class Shared:
         self._certificate: Certificate | None = None
         self._setups: dict[tuple[str, str, str], BackendSetup] = {}
         self._inverse_factors: dict[tuple[float, str], Array] = {}
+        self._definite: dict[tuple[float, str], bool] = {}
         self._lock = threading.RLock()
 
     @property
@@ -71,8 +72,24 @@ class Shared:
         """
         with self._lock:
             if (damping, dtype) not in self._inverse_factors:
-                self._inverse_factors[damping, dtype] = _inverse_factor(self.hessian.hessian_NN, damping, dtype)
+                self._inverse_factors[damping, dtype] = _inverse_factor(self.ridged(damping, dtype), damping, dtype)
             return self._inverse_factors[damping, dtype]
+
+    def ridged(self, damping: float, dtype: str) -> Array:
+        """H + λI, the matrix of ``inverse_factor``, as a new array."""
+        hessian_NN, number = self.hessian.hessian_NN, np.dtype(dtype).type  # λ is rounded as the sweeps' own arithmetic rounds it
+        mean = number(cast(hessian_NN.diagonal(), dtype).mean()) if len(hessian_NN) else number(0)
+        ridge = float(number(damping) * mean) if mean > 0 else 1.0
+        return add_to_diagonal(cast(hessian_NN, dtype), ridge)
+
+    def is_definite(self, damping: float, dtype: str) -> bool:
+        """Whether ``ridged`` has a Cholesky factor, which is not kept; the answer is."""
+        key = (damping, dtype)
+        with self._lock:
+            if key not in self._definite:
+                with exact_float32():
+                    self._definite[key] = key in self._inverse_factors or cholesky(self.ridged(damping, dtype)) is not None
+            return self._definite[key]
 
     def release(self, certificate: bool, setups: bool, inverse_factors: bool) -> None:
         """Drop what was made."""
@@ -106,15 +123,12 @@ def _set_up(hessian: Hessian, loaded: Loaded, dtype: str) -> BackendSetup:
         raise BackendBrokenError(f"backend {loaded.record.name!r} failed to set up: {error!r}") from error
 
 
-def _inverse_factor(hessian_NN: Array, damping: float, dtype: str) -> Array:
-    number = np.dtype(dtype).type  # λ is rounded as the sweeps' own arithmetic rounds it
-    mean = number(cast(hessian_NN.diagonal(), dtype).mean()) if len(hessian_NN) else number(0)
-    ridge = float(number(damping) * mean) if mean > 0 else 1.0
+def _inverse_factor(ridged_NN: Array, damping: float, dtype: str) -> Array:
     with exact_float32():
-        factor_NN = upper_inverse_factor(add_to_diagonal(cast(hessian_NN, dtype), ridge))
+        factor_NN = upper_inverse_factor(ridged_NN)
     if factor_NN is None:
         raise ValueError(
-            f"H of {len(hessian_NN)} inputs is not positive definite with damping {damping:g} in {dtype}; take a larger "
+            f"H of {len(ridged_NN)} inputs is not positive definite with damping {damping:g} in {dtype}; take a larger "
             f"damping, for instance {max(10 * damping, 0.01):g}"
         )
     return factor_NN

@@ -136,6 +136,27 @@ def cpu() -> str:
     return table(["method", *problems], body) + "\n\n" + note
 
 
+def selection() -> str:
+    """ALPS's masks: seconds beside those of the count and of the reference, and how far the masks differ."""
+    if not (RESULTS / "alps_gpu.json").exists():
+        return "Not measured yet."
+    result = load("alps_gpu")
+    body = [
+        [
+            f"{row['layer']}, {row['n']}x{row['k']}, {row['pattern']}",
+            f"{row['seconds']:.3f} s",
+            f"{row['predicted']:.3f} s",
+            f"{row['reference_seconds']:.2f} s",
+            f"{row['iterations']}, {row['inverses']}",
+            f"{100 * row['differs']:.2f} % ({100 * row['reference_differs']:.2f} %)",
+            f"{row['excess']:+.0e}",
+        ]
+        for row in result["rows"]
+    ]
+    head = ["layer", "ALPS", "by count", "an inverse for each ρ", "iterations, inverses", "masks differ", "loss differs"]
+    return table(head, body) + f"\n\n{result['card']}, torch {result['torch']}, {result['date']}."
+
+
 PAPER = (  # as published, in its abstract
     ["OPTIMA's paper, 8 B parameters", "rAPDHG, tolerance 1e-2", "40 h", "", "60 GB", "–"],
 )
@@ -224,7 +245,14 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": cpu,
         "models": models,
     },
-    "docs/performance.md": {"models": models, "phases": phases, "layers": layers, "real": real_layers, "sparse": sparse},
+    "docs/performance.md": {
+        "models": models,
+        "phases": phases,
+        "layers": layers,
+        "real": real_layers,
+        "masks": selection,
+        "sparse": sparse,
+    },
 }
 
 

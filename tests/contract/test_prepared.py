@@ -119,6 +119,23 @@ def test_the_inverse_factor_is_made_once_a_damping(monkeypatch):
         qprecon.prepare(np.diag([1.0, 0.0])).inverse_factor(0.0)
 
 
+def test_definiteness_is_asked_once_a_damping_and_dtype(monkeypatch):
+    made, real = [], shared_module.cholesky
+    monkeypatch.setattr(shared_module, "cholesky", lambda a: made.append(a.dtype.name) or real(a))
+    singular = np.diag([1.0, 0.0, 2.0])
+    prepared = qprecon.prepare(singular, damping=0.01)
+    for _ in range(2):
+        assert prepared.is_definite() and prepared.is_definite(0.5, "float64") and not prepared.is_definite(0.0)
+    assert made == ["float32", "float64", "float32"]
+    assert np.allclose(prepared.ridged(), singular + 0.01 * np.eye(3)) and prepared.ridged().dtype == np.float32
+    assert np.array_equal(prepared.ridged(0.5, "float64"), singular + 0.5 * np.eye(3))
+    assert np.array_equal(qprecon.prepare(np.zeros((2, 2))).ridged(0.01), np.eye(2))  # H = 0: any number does
+    prepared.inverse_factor(0.3)
+    assert prepared.is_definite(0.3) and len(made) == 3
+    with pytest.raises(ValueError, match="damping"):
+        prepared.ridged(-1)
+
+
 def test_torch_and_numpy_share_a_prepared_hessian():
     torch = pytest.importorskip("torch")
     prepared = qprecon.prepare(H, damping=0.01)

@@ -97,7 +97,7 @@ def _check_learnable(method: Method, plan: Plan) -> None:
         raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
 
 
-_SET_HERE = ("H", "W", "mask", "backend", "rhs", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
+_SET_HERE = ("H", "W", "mask", "backend", "rhs", "constant", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
 
 
 def _check_solve_options(method: Method) -> None:
