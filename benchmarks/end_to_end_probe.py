@@ -9,8 +9,8 @@ from collections.abc import Collection
 import torch
 
 from qprecon.llm import PruneReport
-from qprecon.llm.calibration import gram
 from qprecon.llm.pruning import loop as pipeline
+from qprecon.llm.statistics import gram
 
 _INVERSE_STEPS = 30
 

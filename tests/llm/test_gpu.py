@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qprecon.llm import prune_model
-from qprecon.llm.calibration.gram import Gram
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.pruning.measure import Energy
+from qprecon.llm.statistics.gram import Gram
 from tests.llm.families import build, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

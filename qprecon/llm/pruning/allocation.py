@@ -22,7 +22,6 @@ from torch import nn
 
 from qprecon._options import is_number
 from qprecon.llm.calibration.capture import evaluation_mode
-from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.masks import LayerData, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
@@ -31,6 +30,7 @@ from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
 from qprecon.llm.pruning.recipe import Recipe
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import Step
+from qprecon.llm.statistics.collect import collect_grams
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,8 @@ from torch import nn
 
 import qprecon
 from qprecon.llm.calibration.capture import evaluation_mode
-from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
+from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.calibration.windows import describe_source
 from qprecon.llm.masks import get_selector
 from qprecon.llm.masks.given import load_masks
@@ -28,12 +28,22 @@ from qprecon.llm.pruning.half import half_precision_hint
 from qprecon.llm.pruning.measure import finished_rows
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, find_model
-from qprecon.llm.pruning.plan import Plan, calibration_samples, check_choices, check_method, plan_layers, with_given_masks
+from qprecon.llm.pruning.plan import (
+    LayerPlan,
+    Plan,
+    calibration_samples,
+    check_choices,
+    check_method,
+    plan_layers,
+    with_given_masks,
+)
 from qprecon.llm.pruning.recipe import Recipe, as_recipe, takes_settings
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.progress import CONTINUING, Step, library_bars, progress_bar, progress_mode, say
 from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
+from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
@@ -115,7 +125,7 @@ def prune_model(
         with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
             if owl is not None and source.finished <= plan.last:
                 plan = owl_plan(source, plan, samples, owl, store, clock, step, notes)
-            rows, kept_on = _prune_blocks(source, plan, method, samples, recipe.propagate, store, clock, step, notes)
+            rows, kept_on = _prune_blocks(source, plan, method, samples, store, clock, step, notes)
         source.close()
     finally:
         source.stop()
@@ -145,11 +155,11 @@ def _recorded(recipe: Recipe, owl: Owl | None) -> dict[str, Any]:
 
 
 def _prune_blocks(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], propagate: str,
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor],
     store: Any, clock: Clock, step: Step, notes: list[str],
 ) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
     """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
-    rows, dense = list(source.rows), propagate == "dense"
+    rows = list(source.rows)
     finished = sum(map(bool, plan.layers[: source.finished]))
     errors = [row.error_stored for row in rows]
     step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
@@ -160,30 +170,57 @@ def _prune_blocks(
             with clock("learn masks"):
                 method = replace(method, learned_masks=_learn_masks(source, plan, method, samples))
         with clock("capture"):
-            inputs = source.capture(samples, store)
+            inputs = source.capture(samples, store, streams=2 if method.drift else 1)
+            statistics = Statistics(inputs, method.order, method.drift, method.propagate == "dense", method.token_weights)
+        if method.token_weights:
+            with clock("gradients"):
+                statistics.gradients = _gradients(source, plan, inputs, samples)
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
-            layers, views = plan.layers[index], [layer.view for layer in plan.layers[index]]
-            with source.opened(index, dense=dense) as module:
-                if dense or index >= source.finished:
-                    with clock("gram"):
-                        step(block.name, 0)
-                        collect = partial(collect_grams, module, views, inputs, index, keep_outputs=dense)
-                        grams = with_room(inputs, notes, block.name, collect)
+            with source.opened(index, dense=method.propagate == "dense") as module:
                 if index >= source.finished:
                     drafts = []
-                    for group in grouped(layers, grams, method):
-                        drafts += prune_group(group, grams, method)
-                        step(block.name, len(group), layer=group[-1].view.name)
+                    for layers in _in_order(statistics, module, index, plan.layers[index]):
+                        with clock("gram"):
+                            step(block.name, 0)
+                            collect = partial(statistics.collect, module, index, [layer.view for layer in layers])
+                            grams = with_room(statistics, notes, block.name, collect)
+                        for group in grouped(layers, grams, method):
+                            drafts += prune_group(group, grams, method)
+                            step(block.name, len(group), layer=group[-1].view.name)
                     rows += (new := finished_rows(drafts))
                     clock.add_rows(new)
                     source.finish(index, new)
                     step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with clock("propagate"):
-                    if dense:
-                        inputs.hidden = grams.outputs
-                    elif index < plan.last:
-                        with_room(inputs, notes, block.name, partial(inputs.advance, module, index))
-    return rows, inputs.store
+                    if index < plan.last:
+                        with_room(statistics, notes, block.name, partial(statistics.advance, module, index))
+            if index < source.finished:
+                statistics.pass_finished(source, index)
+    return rows, statistics.store
+
+
+GRADIENTS = "gradients"  # what they are kept as
+
+
+def _in_order(
+    statistics: Statistics, module: nn.Module, index: int, layers: Sequence[LayerPlan]
+) -> Iterator[list[LayerPlan]]:
+    """The layers of a block in the groups in which they are pruned."""
+    by_name = {layer.view.name: layer for layer in layers}
+    for views in statistics.in_order(module, index, [layer.view for layer in layers]):
+        yield [by_name[view.name] for view in views]
+
+
+def _gradients(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor]
+) -> LossGradients:
+    """Of the dense model; those of an interrupted run are read again, as a GPU gives others in the last digits each time."""
+    layers = [[layer.view for layer in layers] for layers in plan.layers]
+    if (known := source.recall(GRADIENTS)) is None:
+        found = loss_gradients(source, layers, inputs, samples)
+        source.keep(GRADIENTS, found.tensors())
+        return found
+    return LossGradients.of(known, inputs)
 
 
 def _open_source(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qprecon.llm.calibration.gram import WIDE_PRODUCT
 from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.statistics.gram import WIDE_PRODUCT
 
 if TYPE_CHECKING:
     import qprecon

@@ -100,6 +100,23 @@ class Recipe:
     solve_options: Mapping[str, Any] | None = _option(
         None, "options of `qprecon.solve` or, if it is named, of the backend", WEIGHTS, flag="--solve-option", metavar="KEY=VALUE"
     )
+    order: bool = _option(
+        False,
+        "prune the layers of a block in the order in which it calls them (q, k, v; then o; gate, up; down), each group on what the "
+        "pruned ones before it give",
+        CALIBRATION, aliases=("true_sequential",),
+    )  # fmt: skip
+    drift: float | str = _option(
+        0.0,
+        "how much of the drift that pruned layers before them cause the kept weights are to undo, 0 to 1, or auto (as much as is "
+        "explained on windows held out)",
+        CALIBRATION, least=0, metavar="SHARE",
+    )  # fmt: skip
+    token_weights: float = _option(
+        0.0,
+        "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
+        CALIBRATION, least=0, metavar="POWER",
+    )  # fmt: skip
     nsamples: int = _option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
     seqlen: int = _option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
     seed: int = _option(0, "of the choice of windows", CALIBRATION)
@@ -125,6 +142,18 @@ class Recipe:
         for name in ("mask_options", "allocation_options", "solve_options"):
             object.__setattr__(self, name, dict(getattr(self, name) or {}))
         self._check_amount()
+        self._check_targets()
+
+    def _check_targets(self) -> None:
+        if isinstance(self.drift, str) and self.drift != "auto" or not isinstance(self.drift, str) and not self.drift <= 1:
+            raise ValueError(f"drift must be a share from 0 to 1, or 'auto', got {self.drift!r}")
+        if self.propagate == "dense" and (self.drift or self.order):
+            which = "drift" if self.drift else "order"
+            raise ValueError(f"{which} is about the pruned model's activations, so propagate='dense' contradicts it: leave one out")
+        if self.drift and self.update == "none":
+            raise ValueError("drift changes what the kept weights are solved for, and update='none' leaves them: use drift=0")
+        if self.drift and self.damping == 0:
+            raise ValueError("drift needs a damping above 0, e.g. 0.01")
 
     def _check_amount(self) -> None:
         for each in self.pattern.values() if isinstance(self.pattern, Mapping) else [self.pattern, self.sparsity]:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import qprecon
-from qprecon.llm.calibration.gram import BlockGrams
 from qprecon.llm.masks import LayerData, Selection, get_selector
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.pruning.measure import Draft, Seconds, draft_rows
 from qprecon.llm.pruning.method import Method
+from qprecon.llm.statistics.collect import BlockGrams
+from qprecon.llm.statistics.target import asked_weights
 
 if TYPE_CHECKING:
     from qprecon.llm.pruning.plan import LayerPlan
@@ -37,7 +38,8 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
     clock = [time.perf_counter()]
     views = [layer.view for layer in layers]
     hessian_NN, tokens = grams.hessian(views[0]), grams.tokens(views[0])
-    dense_NK, selection, note = choose_masks(layers, hessian_NN, tokens, method)
+    asked = asked_weights(views, grams, method.drift, method.damping)
+    dense_NK, selection, note = choose_masks(layers, asked, hessian_NN, tokens, method)
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, hessian_NN, selection, method, idle=tokens == 0)
     for view, columns in parts(views):
@@ -53,10 +55,9 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
 
 
 def choose_masks(
-    layers: Sequence[LayerPlan], hessian_NN: torch.Tensor, tokens: int, method: Method
+    layers: Sequence[LayerPlan], weights: Sequence[torch.Tensor], hessian_NN: torch.Tensor, tokens: int, method: Method
 ) -> tuple[torch.Tensor, Selection, str]:
-    """Dense weights and selection of all layers side by side, and a note where another rule had to be taken."""
-    weights = [layer.view.weights_NK() for layer in layers]
+    """The given weights and the selection of all layers side by side, and a note where another rule had to be taken."""
     data = [LayerData(layer.view.name, part, hessian_NN, tokens) for layer, part in zip(layers, weights, strict=True)]
     chosen = [choose_mask(item, layer.pattern, method) for item, layer in zip(data, layers, strict=True)]
     own = [selection.weights_NK for selection, _ in chosen]

@@ -7,7 +7,7 @@ Both have `model`, `finished` (how many blocks an earlier run did), `rows` (thei
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.capture import BlockInputs, capture_inputs, firsts
+from qprecon.llm.calibration.capture import capture_inputs, firsts, placed
 from qprecon.llm.calibration.memory import fetched, windows_together
+from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block, check_weights
 from qprecon.llm.reporting.clock import Clock
 from qprecon.llm.reporting.report import LayerRow
@@ -35,12 +36,13 @@ class MemoryBlocks:
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
 
-    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
-        together = windows_together(self.model, samples, self.device)
-        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1) -> BlockInputs:
+        """As `capture_inputs`. streams: how many times the activations will be kept."""
+        batch = windows_together(self.model, samples, self.device)
+        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams)
 
     @contextmanager
-    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
+    def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
         """While open, the block is on the device; it goes back to where it was."""
         module = self.blocks[index].module
         home = next(module.parameters()).device
@@ -54,6 +56,18 @@ class MemoryBlocks:
         finally:
             with self.clock("move"):
                 module.to(home)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """While open, what lies outside the blocks (embeddings, the last norm, the head) is on the device."""
+        with placed(outside_blocks(self.model, self.blocks), self.device):
+            yield
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do: a run that stops is not continued."""
+
+    def recall(self, name: str) -> None:
+        """What an earlier run kept: nothing."""
 
     def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
         """Nothing to do: the block was pruned in place."""
@@ -135,8 +149,8 @@ class DiskBlocks:
         known = entry.get("source", {})
         return (name for name in entry["names"] if known.get(name) != tensor_checksum(self.shards.read([name])[name]))
 
-    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
-        """As `capture_inputs`; the embeddings are on the device meanwhile, and the first block of each class, which is probed."""
+    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1) -> BlockInputs:
+        """As `MemoryBlocks.capture`; the embeddings and the first block of each class, which is probed, are on the device meanwhile."""
         inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
         needed = {name for name, module in self.model.named_modules() if id(module) in inside}
         outside = [name for name in self._names(None) if name.rpartition(".")[0] in needed]
@@ -147,8 +161,10 @@ class DiskBlocks:
             except torch.cuda.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
-            together = windows_together(self.model, samples, self.device)
-            inputs = capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+            batch = windows_together(self.model, samples, self.device)
+            inputs = capture_inputs(
+                self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams
+            )
         finally:
             _empty(self.model)
         if inputs.borrowing:
@@ -166,12 +182,16 @@ class DiskBlocks:
                 _empty(block.module)
 
     @contextmanager
-    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
-        """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`."""
+    def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
+        """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`.
+
+        The block that will be opened `then`, the next one unless given, is read meanwhile.
+        """
         with self.clock("read"):
             tensors = self._taken(index, dense)
-        if index + 1 < len(self.blocks):
-            self.ahead[index + 1, dense] = self.reader.submit(self._load, index + 1, dense)
+        following = index + 1 if then is None else then
+        if 0 <= following < len(self.blocks) and (following, dense) not in self.ahead:
+            self.ahead[following, dense] = self.reader.submit(self._load, following, dense)
         if self.device.type == "cuda":
             for tensor in tensors.values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
@@ -184,6 +204,26 @@ class DiskBlocks:
             yield module
         finally:
             _empty(module)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """While open, what lies outside the blocks has its weights, on the device."""
+        names = self._names(None)
+        try:
+            _fill(self.model, self._read(self.shards, names, self.device))
+            for part in outside_blocks(self.model, self.blocks):
+                part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
+            yield
+        finally:
+            _empty(self.model)
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep tensors for a run that continues this one."""
+        self.journal.write_tensors(name, tensors)
+
+    def recall(self, name: str) -> dict[str, torch.Tensor] | None:
+        """What `keep` was given under this name, also by an earlier run; None where there is nothing."""
+        return self.journal.read_tensors(name)
 
     def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
         """Write the open block, in the background; an error of an earlier write comes up here."""
@@ -302,6 +342,12 @@ def _own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+def outside_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[nn.Module]:
+    """The modules of the model that are no part of a block."""
+    inside = {id(module) for block in blocks for module in block.module.modules()}
+    return [module for module in model.modules() if id(module) not in inside]
 
 
 def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
