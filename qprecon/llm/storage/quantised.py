@@ -1,0 +1,94 @@
+"""Low-bit weights as compressed-tensors writes them, so that transformers loads them as they are.
+
+The codes are packed by the compressed-tensors library itself. What it unpacks is compared with the weights that were audited, bit for
+bit, before anything is written. Weights alone are quantised, no activations.
+
+Formats by grid: int8, int4, int3, int2 `pack-quantized`; fp8 `naive-quantized`; nvfp4 and mxfp4 `…-pack-quantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from qprecon.grids import Fitted, Grid
+
+
+def check_library() -> None:
+    """ImportError, with what to install, where compressed-tensors is missing."""
+    try:
+        import compressed_tensors  # noqa: F401
+    except ImportError as error:
+        raise ImportError("low-bit weights need compressed-tensors: pip install 'qprecon[quantize]'") from error
+
+
+def scheme(grid: Grid) -> Any:
+    """The grid as a compressed-tensors scheme of weights."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    strategy = {"e4m3": "tensor_group", "power": "group"}.get(grid.scale, "channel" if grid.group_size is None else "group")
+    weights: dict[str, Any] = {
+        "num_bits": grid.bits, "type": "int" if grid.unit is None else "float", "symmetric": grid.symmetric, "strategy": strategy,
+        "group_size": grid.group_size, "dynamic": False,
+    }  # fmt: skip
+    if grid.scale == "e4m3":
+        weights["scale_dtype"] = torch.float8_e4m3fn
+    if grid.scale == "power":
+        weights["scale_dtype"] = torch.uint8
+    return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+
+
+def packed(fitted: Fitted, values_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a file holds of one linear layer, by the end of its name ("weight_packed", "weight_scale", …).
+
+    Args:
+        fitted: the grid and the scales.
+        values_NK: the weights, on the grid, (N inputs, K outputs).
+
+    Raises:
+        AssertionError: what the library unpacks is something else; nothing is to be written then.
+    """
+    compressor, plan, dtype = _compressor(fitted.grid), scheme(fitted.grid), getattr(torch, fitted.grid.scale_dtype)
+    # in float32, since the codes are computed from these: bfloat16 cannot tell those of 8 bits apart
+    state = {"weight": values_NK.T.float().contiguous(), "weight_scale": fitted.scale_GK.T.float().contiguous()}
+    if fitted.grid.scale == "e4m3":
+        state["weight_global_scale"] = torch.tensor([fitted.whole], dtype=torch.float32, device=values_NK.device)
+    stored = compressor.compress(state, plan)
+    if fitted.grid.scale == "dtype":
+        stored["weight_scale"] = stored["weight_scale"].to(dtype)
+    read = compressor.decompress(stored, plan)["weight"]
+    if not torch.equal(read.to(values_NK.dtype), values_NK.T):
+        raise AssertionError(f"compressed-tensors reads other weights than were made ({fitted.grid.name})")
+    return {name: tensor.contiguous() for name, tensor in stored.items()}
+
+
+def configuration(grid: Grid, quantised: Iterable[str], linears: Iterable[str]) -> dict[str, Any]:
+    """`quantization_config` of a model's configuration.
+
+    quantised: names of the layers whose weights are packed; linears: names of all linear layers, the head included: those that are
+    not packed are listed as ignored.
+    """
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+    chosen, kind = set(quantised), _format(grid)
+    plan = scheme(grid)
+    plan.format = kind
+    config = QuantizationConfig(
+        config_groups={"group_0": plan}, format=kind, quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=sorted(set(linears) - chosen),
+    )  # fmt: skip
+    return config.model_dump(mode="json")
+
+
+def _format(grid: Grid) -> str:
+    from compressed_tensors.compressors.format import infer_module_format
+
+    return infer_module_format(torch.nn.Linear, scheme(grid)).value
+
+
+def _compressor(grid: Grid) -> Any:
+    from compressed_tensors.compressors import BaseCompressor
+
+    return BaseCompressor.get_value_from_registry(_format(grid))

@@ -1,0 +1,216 @@
+"""Weights on a grid that cost as little as possible, for a mask and a layer's H.
+
+With A = H + λI and b the right-hand side (λw included), f(q) = qᵀAq − 2bᵀq is to be made small over q on a grid, 0 where pruned.
+Nobody knows the least value for sure; what is done here never makes f larger:
+
+- ``descend``: coordinate descent. The best value of one weight, the others fixed, is the grid's nearest to q_i + r_i / A_ii with
+  r = b − Aq, since f is a parabola in q_i. Inputs are visited in order, all columns at once, in blocks of inputs: within a block r
+  is kept up to date for the block's own rows, after it for all rows by one product. A sweep costs one product with A.
+- ``feedback``: the sweep of GPTQ (Frantar et al., arXiv 2210.17323) with the mask held: each input is rounded, and the later ones
+  take over its error through the inverse factor. Not monotone in f; a second place to start the descent from.
+- ``search_scales``: which share of a group's largest weight its scale stands for, by the error weighted with diag A.
+- ``refit_scales``: for fixed codes f is a parabola in each scale as well: its vertex, group by group, where that makes f smaller.
+
+Shapes: N inputs, K columns, G groups of inputs, B inputs of a block.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+from .grids import Fitted, Grid, Rows, fit_scales, stored_scales
+from .interop import Array, dtype_name, kind_of, namespace
+
+BLOCK = 64  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
+_PANEL = 8  # blocks between two updates of all of r
+_SHRINKS = 25
+_LEAST_SHRINK = 0.4
+
+
+def descend(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Array, sweeps: int = 3) -> tuple[Array, Array]:
+    """Coordinate descent on the grid from ``q_NK``; returns q and r = b − Aq, new arrays.
+
+    Args:
+        a_NN: A, in the dtype to work in.
+        fitted: the grid and its scales.
+        q_NK: where to start, on the grid, 0 where pruned.
+        r_NK: b − Aq.
+        mask_NK: True = kept.
+        sweeps: passes over the inputs at most; it ends early when a pass changes nothing.
+    """
+    q_NK, r_NK, mask_NK, n = _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
+    blocks = _blocks(fitted.grid, n)
+    block = _kernel(q_NK) or _descend_block
+    for _ in range(sweeps):
+        moved = q_NK[:0].sum()
+        # r is updated within a panel of some blocks after each, and everywhere after a panel: each update reads and writes r
+        for panel in (blocks[first : first + _PANEL] for first in range(0, len(blocks), _PANEL)):
+            start, stop = panel[0].start, panel[-1].stop
+            before_PK, local_PK = _copy(q_NK[start:stop]), _copy(r_NK[start:stop])
+            for rows in panel:
+                inside = slice(rows.start - start, rows.stop - start)
+                change_BK = block(a_NN[rows, rows], _rows_of(fitted, rows), q_NK[rows], local_PK[inside], mask_NK[rows])
+                q_NK[rows] += change_BK
+                if rows.stop < stop:
+                    local_PK[inside.stop :] -= a_NN[rows.stop : stop, rows] @ change_BK
+            change_PK = q_NK[start:stop] - before_PK
+            r_NK -= a_NN[:, start:stop] @ change_PK
+            moved = moved + abs(change_PK).sum()
+        if not bool(moved > 0):
+            break
+    return q_NK, r_NK
+
+
+def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK: Array) -> Array:
+    """What the weights of a block change by."""
+    xp = namespace(q_BK)
+    r_BK, change_BK = _copy(r_BK), xp.zeros_like(q_BK)
+    curvature_B = a_BB.diagonal()
+    for i in range(len(q_BK)):
+        curvature = curvature_B[i]
+        free_K = mask_BK[i] & (curvature > 0)
+        q_1K = q_BK[i : i + 1]
+        aim_1K = q_1K + r_BK[i : i + 1] / xp.where(curvature > 0, curvature, xp.ones_like(curvature))
+        step_K = (scales.row(i).nearest(aim_1K) - q_1K)[0]
+        falls_K = step_K * (step_K * curvature - 2.0 * r_BK[i]) < 0  # rounding could otherwise move a weight for nothing
+        step_K = xp.where(free_K & falls_K, step_K, xp.zeros_like(step_K))
+        change_BK[i] = step_K
+        if i + 1 < len(q_BK):
+            r_BK[i + 1 :] -= a_BB[i + 1 :, i : i + 1] * step_K[None, :]
+    return change_BK
+
+
+def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array) -> Array:
+    """GPTQ's sweep with the mask held: q on the grid, (N, K).
+
+    Args:
+        factor_NN: U, upper triangular, with UᵀU = A⁻¹.
+        fitted: the grid and its scales.
+        w_NK: the minimiser of f without a mask, A⁻¹b: the dense weights for the default right-hand side.
+        mask_NK: True = kept.
+    """
+    xp = namespace(w_NK)
+    rest_NK, q_NK = _copy(w_NK), xp.zeros_like(w_NK)
+    for rows in _blocks(fitted.grid, len(w_NK)):
+        scales, factor_BB = _rows_of(fitted, rows), factor_NN[rows, rows]
+        block_BK, errors_BK = rest_NK[rows], xp.zeros_like(rest_NK[rows])
+        for i in range(len(block_BK)):
+            one_1K = block_BK[i : i + 1]
+            value_1K = xp.where(mask_NK[rows][i : i + 1], scales.row(i).nearest(one_1K), xp.zeros_like(one_1K))
+            q_NK[rows.start + i] = value_1K[0]
+            errors_BK[i] = ((one_1K - value_1K) / factor_BB[i, i])[0]
+            if i + 1 < len(block_BK):
+                block_BK[i + 1 :] -= factor_BB[i, i + 1 :][:, None] * errors_BK[i][None, :]
+        if rows.stop < len(w_NK):
+            rest_NK[rows.stop :] -= factor_NN[rows, rows.stop :].T @ errors_BK
+    return q_NK
+
+
+def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
+    """The best of 25 shares of each group's largest weight, by Σ weight_i (w_i − q_i)², for ``w_NK`` with its zeros."""
+    fitted = fit_scales(grid, w_NK)
+    if not grid.scaled or not w_NK.shape[0]:
+        return fitted
+    xp, best_GK = namespace(w_NK), None
+    for step in range(_SHRINKS):
+        tried = fit_scales(grid, w_NK, 1.0 - step * (1.0 - _LEAST_SHRINK) / (_SHRINKS - 1))
+        if grid.scale == "e4m3":  # one float32 scale for all: that of the largest weights
+            tried = replace(tried, scale_GK=stored_scales(grid, tried.scale_GK / tried.whole, fitted.whole)[0], whole=fitted.whole)
+        error_GK = _by_group(grid, weight_N[:, None] * (w_NK - tried.nearest(w_NK)) ** 2)
+        if best_GK is None:
+            best_GK, fitted = error_GK, tried
+            continue
+        better_GK = error_GK < best_GK
+        best_GK = xp.where(better_GK, error_GK, best_GK)
+        zero_GK = None if grid.symmetric else xp.where(better_GK, tried.zero_GK, fitted.zero_GK)
+        fitted = replace(fitted, scale_GK=xp.where(better_GK, tried.scale_GK, fitted.scale_GK), zero_GK=zero_GK)
+    return fitted
+
+
+def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple[Fitted, Array, Array]:
+    """Each scale at the vertex of its parabola, the codes and the other scales fixed; returns scales, q and r.
+
+    A column whose f would not fall, because a scale is rounded as it is stored, keeps its scale.
+    """
+    grid = fitted.grid
+    if not grid.scaled or grid.scale == "power" or not len(q_NK):
+        return fitted, q_NK, r_NK
+    xp = namespace(q_NK)
+    q_NK, r_NK, scale_GK = _copy(q_NK), _copy(r_NK), _copy(fitted.scale_GK)
+    n, groups = len(q_NK), grid.groups(len(q_NK))
+    for g in range(groups):
+        rows = slice(g * (n // groups), (g + 1) * (n // groups))
+        units_BK, a_BB = fitted.rows(rows).units(q_NK[rows]), a_NN[rows, rows]
+        curvature_K = (units_BK * (a_BB @ units_BK)).sum(0)
+        usable_K = curvature_K > 0
+        shift_K = (units_BK * r_NK[rows]).sum(0) / xp.where(usable_K, curvature_K, xp.ones_like(curvature_K))
+        wanted_1K = (scale_GK[g] / fitted.whole + shift_K)[None, :]
+        wanted_1K = xp.where(usable_K[None, :] & (wanted_1K > 0), wanted_1K, scale_GK[g : g + 1] / fitted.whole)
+        new_1K = stored_scales(grid, wanted_1K, fitted.whole)[0]
+        values_BK = Rows(grid, new_1K / fitted.whole).values(units_BK)
+        change_BK = values_BK - q_NK[rows]
+        falls_K = (change_BK * (a_BB @ change_BK - 2.0 * r_NK[rows])).sum(0) < 0
+        change_BK = xp.where(falls_K[None, :], change_BK, xp.zeros_like(change_BK))
+        scale_GK[g] = xp.where(falls_K, new_1K[0], scale_GK[g])
+        q_NK[rows] += change_BK
+        r_NK -= a_NN[:, rows] @ change_BK
+    return replace(fitted, scale_GK=scale_GK), q_NK, r_NK
+
+
+def _kernel(q_NK: Array) -> Any:
+    """The block's descent as one kernel, for float32 on a GPU with Triton; None elsewhere."""
+    if kind_of(q_NK) != "torch" or q_NK.device.type != "cuda" or dtype_name(q_NK) != "float32":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("qprecon.backends._descent").descend_block
+
+
+def _blocks(grid: Grid, n: int) -> list[slice]:
+    """Blocks of inputs, whole groups or parts of one."""
+    size = grid.group_size
+    step = BLOCK if size is None else max(1, BLOCK // size) * size if size <= BLOCK else _divisor(size)
+    return [slice(first, min(first + step, n)) for first in range(0, n, step)]
+
+
+def _divisor(size: int) -> int:
+    """The largest divisor of a group's size that a block may have."""
+    return max(step for step in range(1, BLOCK + 1) if size % step == 0)
+
+
+def _rows_of(fitted: Fitted, rows: slice) -> Rows:
+    """The scales of a block of inputs; formats without scales have 1."""
+    if fitted.grid.scaled:
+        return fitted.rows(rows)
+    return _Unscaled(fitted.grid)
+
+
+class _Unscaled(Rows):
+    """bf16 and fp16: the value is the unit."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid, None)
+
+    def nearest(self, w_BK: Array) -> Array:
+        return self.grid.unit.nearest(w_BK)
+
+    def row(self, i: int) -> Rows:
+        return self
+
+
+def _by_group(grid: Grid, x_NK: Array) -> Array:
+    n, k = x_NK.shape
+    groups = grid.groups(n)
+    return x_NK.reshape(groups, n // groups, k).sum(1)
+
+
+def _copy(x: Array) -> Array:
+    """A copy, row by row in memory."""
+    return x.copy() if kind_of(x) == "numpy" else x.clone(memory_format=namespace(x).contiguous_format)
+
+
+def _in_rows(x: Array) -> Array:
+    return x if kind_of(x) == "numpy" else x.contiguous()

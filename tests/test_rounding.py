@@ -1,0 +1,243 @@
+"""Grids and rounding on them: values, scales, and an objective that never rises."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qprecon.grids import BF16, E2M1, E4M3, FP16, find_grid, fit_scales
+from qprecon.rounding import descend, feedback, refit_scales, search_scales
+
+from .small_problems import gram
+
+NAMES = ("int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16", "fp16")
+E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def setting(n: int, k: int, seed: int, grid: str = "int4", damping: float = 0.01, **options):
+    """A, W, a mask, b = AW, the grid, and the exact sparse optimum."""
+    rng = np.random.default_rng(seed)
+    h = gram(n, seed=seed)
+    a = h + damping * np.mean(np.diag(h)) * np.eye(n)
+    w = 0.05 * rng.standard_normal((n, k))
+    mask = rng.random((n, k)) < 0.5
+    best = np.zeros_like(w)
+    for j in range(k):
+        kept = np.flatnonzero(mask[:, j])
+        best[kept, j] = np.linalg.solve(a[np.ix_(kept, kept)], a[kept] @ w[:, j])
+    return a, w, mask, find_grid(grid, **options), best
+
+
+def objective(a, w, q):
+    return ((q - w) * (a @ (q - w))).sum(0)
+
+
+def groups_for(name: str, size: int):
+    return {} if name in ("nvfp4", "mxfp4", "bf16", "fp16") else {"group_size": size}
+
+
+def test_small_floats_hold_the_values_of_their_formats():
+    """Every E2M1 and E4M3 value is its own nearest; between two, the nearer one, ties to the even code."""
+    values = np.array(E2M1_VALUES)
+    assert (E2M1.nearest(values) == values).all() and (E2M1.nearest(-values) == -values).all()
+    assert E2M1.nearest(np.array([0.25, 0.75, 2.5, 3.5, 5.0, 100.0])).tolist() == [0.0, 1.0, 2.0, 4.0, 4.0, 6.0]
+    torch = pytest.importorskip("torch")
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = codes[codes.isfinite()].numpy().astype(np.float64)
+    assert len(np.unique(finite)) == 253 and (E4M3.nearest(finite) == finite).all()
+    x = np.random.default_rng(0).standard_normal(2000) * 10.0 ** np.random.default_rng(1).uniform(-4, 2, 2000)
+    want = torch.tensor(x, dtype=torch.float32).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy()
+    assert (E4M3.nearest(x.astype(np.float32)) == want).all()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(BF16, "bfloat16"), (FP16, "float16")])
+def test_16_bit_floats_round_as_torch_does(kind, dtype):
+    torch = pytest.importorskip("torch")
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-7, 4, 5000)
+    want = x.to(getattr(torch, dtype)).float()
+    assert torch.equal(kind.nearest(x), want)
+    assert (kind.nearest(x.numpy()) == want.numpy()).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_nearest_is_on_the_grid_and_zero_stays_zero(name, symmetric):
+    """Rounding twice changes nothing, zeros are exact, and codes lie in their range."""
+    if not symmetric and not name.startswith("int"):
+        pytest.skip("no zero points")
+    rng = np.random.default_rng(3)
+    w = rng.standard_normal((64, 5)) + 0.3
+    w[rng.random(w.shape) < 0.4] = 0.0
+    w[:, 4] = 0.0
+    grid = find_grid(name, symmetric=symmetric, scale_dtype="bfloat16", **groups_for(name, 32))
+    fitted = fit_scales(grid, w)
+    q = fitted.nearest(w)
+    assert (q[w == 0] == 0).all() and np.isfinite(q).all()
+    assert (fitted.nearest(q) == q).all()
+    units = fitted.units(q)
+    if name.startswith("int"):
+        low, high = grid.code_range
+        zero = 0 if fitted.zero_GK is None else np.repeat(fitted.zero_GK, 32, axis=0)
+        codes = units + zero
+        assert (codes == np.round(codes)).all() and codes.min() >= low and codes.max() <= high
+    step = np.abs(w).max() / {"int8": 100, "int4": 6, "int3": 2, "int2": 0.7, "fp8": 8, "nvfp4": 2, "mxfp4": 1.9}.get(name, 100)
+    assert np.abs(q - w).max() <= step
+
+
+def test_scales_of_nvfp4_are_e4m3_and_of_mxfp4_powers_of_two():
+    w = np.random.default_rng(0).standard_normal((64, 3))
+    nv, mx = fit_scales(find_grid("nvfp4"), w), fit_scales(find_grid("mxfp4"), w)
+    assert nv.scale_GK.shape == (4, 3) and (E4M3.nearest(nv.scale_GK) == nv.scale_GK).all() and nv.whole > 0
+    assert mx.scale_GK.shape == (2, 3) and (np.log2(mx.scale_GK) == np.round(np.log2(mx.scale_GK))).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(NAMES), st.booleans())
+def test_the_objective_never_rises(seed, name, searched):
+    """Descent and re-fitted scales: f falls or stays, values stay on the grid, pruned weights stay zero, r is b − Aq."""
+    a, w, mask, grid, best = setting(32, 4, seed, name, scale_dtype="bfloat16", **groups_for(name, 16))
+    fitted = search_scales(grid, best, a.diagonal()) if searched else fit_scales(grid, best)
+    q = fitted.nearest(best)
+    r = a @ (w - q)
+    before = objective(a, w, q)
+    for _ in range(3):
+        q, r = descend(a, fitted, q, r, mask, sweeps=1)
+        middle = objective(a, w, q)
+        fitted, q, r = refit_scales(a, fitted, q, r)
+        after = objective(a, w, q)
+        tiny = 1e-12 * (1.0 + objective(a, w, 0 * w))
+        assert (middle <= before + tiny).all() and (after <= middle + tiny).all()
+        assert (fitted.nearest(q) == q).all() and (q[~mask] == 0).all()
+        assert np.allclose(r, a @ (w - q), rtol=0, atol=1e-10 * np.abs(a).max())
+        before = after
+
+
+def test_descent_ends_where_no_single_weight_can_be_improved():
+    a, w, mask, grid, best = setting(24, 3, 5, "int3", group_size=24)
+    fitted = fit_scales(grid, best)
+    q, _ = descend(a, fitted, fitted.nearest(best), a @ (w - fitted.nearest(best)), mask, sweeps=100)
+    least = objective(a, w, q)
+    low, high = grid.code_range
+    for i, j in zip(*np.nonzero(mask), strict=True):
+        for code in range(low, high + 1):
+            other = q.copy()
+            other[i, j] = fitted.rows(slice(0, 24)).values(np.full_like(q, code))[i, j]
+            assert objective(a, w, other)[j] >= least[j] - 1e-12
+
+
+def test_near_the_best_of_all_codes():
+    """Tiny problems, 2 bits, all codes tried: the share of columns where descent finds the best, and how far the others are."""
+    ratios = []
+    for seed in range(12):
+        a, w, mask, grid, best = setting(8, 2, seed, "int2", group_size=8)
+        fitted = fit_scales(grid, best)
+        values = fitted.rows(slice(0, 8)).values
+        q, _ = descend(a, fitted, fitted.nearest(best), a @ (w - fitted.nearest(best)), mask, sweeps=20)
+        found = objective(a, w, q)
+        for j in range(2):
+            kept = np.flatnonzero(mask[:, j])
+            least = np.inf
+            for codes in itertools.product(range(-2, 2), repeat=len(kept)):
+                trial = np.zeros(8)
+                trial[kept] = codes
+                trial = values(np.repeat(trial[:, None], 2, 1))[:, j]
+                least = min(least, objective(a, w[:, j : j + 1], trial[:, None])[0])
+            assert found[j] >= least - 1e-12
+            ratios.append(found[j] / least)
+    assert np.mean(np.array(ratios) < 1 + 1e-9) > 0.5 and np.median(ratios) < 1.02 and max(ratios) < 2.0
+
+
+def test_feedback_beats_rounding_and_descent_beats_both():
+    """On a correlated H, nothing pruned, GPTQ's sweep is better than rounding, and the descent after either is better still."""
+    a, w, mask, grid, _ = setting(64, 8, 2, "int4", group_size=32)
+    mask[:] = True
+    best, fitted = w, fit_scales(grid, w)
+    factor = np.linalg.cholesky(np.linalg.inv(a)).T
+    rounded, swept = fitted.nearest(best), feedback(factor, fitted, w, mask)
+    assert (fitted.nearest(swept) == swept).all() and (swept[~mask] == 0).all()
+    for start in (rounded, swept):
+        q, _ = descend(a, fitted, start, a @ (w - start), mask)
+        assert objective(a, w, q).sum() < objective(a, w, start).sum()
+    assert objective(a, w, swept).sum() < objective(a, w, rounded).sum()
+
+
+def test_without_a_grid_feedback_is_the_optimum_given_the_past():
+    """With a fine grid and nothing pruned GPTQ's sweep gives the dense weights back."""
+    a, w, mask, grid, _ = setting(32, 3, 1, "bf16")
+    swept = feedback(np.linalg.cholesky(np.linalg.inv(a)).T, fit_scales(grid, w), w, np.ones_like(mask))
+    assert np.abs(swept - w).max() < 2.0**-7 * np.abs(w).max()
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "bf16"])
+def test_torch_gives_what_numpy_gives(name):
+    torch = pytest.importorskip("torch")
+    a, w, mask, grid, best = setting(64, 6, 4, name, **groups_for(name, 32))
+    fitted = search_scales(grid, best, a.diagonal())
+    q, _ = descend(a, fitted, fitted.nearest(best), a @ (w - fitted.nearest(best)), mask)
+    ta, tw, tmask, tbest = (torch.tensor(x) for x in (a, w, mask, best))
+    tfitted = search_scales(grid, tbest, ta.diagonal())
+    start = tfitted.nearest(tbest)
+    tq, _ = descend(ta, tfitted, start, ta @ (tw - start), tmask)
+    assert np.allclose(tq.numpy(), q, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_kernel_gives_what_the_loop_gives(name, symmetric):
+    """On a GPU in float32: same grid, f as small as that of the loop in float64 to a per mille, at odd sizes and strides."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if not symmetric and not name.startswith("int"):
+        pytest.skip("no zero points")
+    a, w, mask, grid, best = setting(96, 37, 4, name, symmetric=symmetric, scale_dtype="bfloat16", **groups_for(name, 32))
+    on = lambda x: torch.tensor(x, dtype=torch.float32 if x.dtype == np.float64 else None, device="cuda")  # noqa: E731
+    ga, gw, gmask, gbest = on(a), on(w), on(mask.T.copy()).T, on(best)
+    fitted = fit_scales(grid, gbest)
+    start = fitted.nearest(gbest)
+    q, r = descend(ga, fitted, start, ga @ (gw - start), gmask)
+    assert torch.equal(fitted.nearest(q), q) and (q[~gmask] == 0).all()
+    assert (r - ga @ (gw - q)).abs().max() <= 1e-4 * (ga @ gw).abs().max()
+    cfitted = fit_scales(grid, best)
+    cstart = cfitted.nearest(best)
+    want, _ = descend(a, cfitted, cstart, a @ (w - cstart), mask)
+    found = objective(a, w, q.double().cpu().numpy()).sum()
+    assert found <= 1.02 * objective(a, w, want).sum() and found <= objective(a, w, cstart).sum() * (1 + 1e-6)
+
+
+def test_dead_inputs_and_empty_columns_are_left_alone():
+    a, w, mask, grid, best = setting(16, 4, 7, "int4", group_size=8)
+    a[3], a[:, 3] = 0.0, 0.0
+    mask[:, 2] = False
+    best = np.where(mask, best, 0.0)
+    fitted = fit_scales(grid, best)
+    q, _ = descend(a, fitted, fitted.nearest(best), a @ (w - fitted.nearest(best)), mask)
+    assert np.isfinite(q).all() and (q[:, 2] == 0).all()
+    fitted, q, _ = refit_scales(a, fitted, q, a @ (w - q))
+    assert np.isfinite(q).all() and np.isfinite(fitted.scale_GK).all()
+
+
+def test_what_find_grid_refuses():
+    for name, options, word in (
+        ("int5", {}, "int"),
+        ("int4", {"group_size": 0}, "group_size"),
+        ("nvfp4", {"group_size": 32}, "group_size"),
+        ("fp8", {"symmetric": False}, "symmetric"),
+        ("int4", {"scale_dtype": "float64"}, "scale_dtype"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            find_grid(name, **options)
+    with pytest.raises(ValueError, match="128.*100"):
+        fit_scales(find_grid("int4"), np.ones((100, 2)))
+
+
+def test_bits_per_weight_counts_scales():
+    assert find_grid("int4", group_size=128, scale_dtype="bfloat16").bits_per_weight(1024) == 4.125
+    assert find_grid("int4", group_size=128, scale_dtype="bfloat16", symmetric=False).bits_per_weight(1024) == 4 + 20 / 128
+    assert find_grid("nvfp4").bits_per_weight(1024) == 4.5 and find_grid("mxfp4").bits_per_weight(1024) == 4.25
+    assert find_grid("bf16").bits_per_weight(1024) == 16
