@@ -6,10 +6,12 @@ They come from recipes and command lines too, where a number may be misspelt: wi
 from __future__ import annotations
 
 import collections.abc
+import dataclasses
+import difflib
 import numbers
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,27 @@ def check_values(owner: str, values: Mapping[str, Any], declared_in: Any) -> Non
     for name, value in values.items():
         if name in kinds and not _fits(value, kinds[name]):
             raise ValueError(f"{owner}: {name} must be {_described(kinds[name])}, got {value!r}")
+
+
+def made_options(owner: str, kind: type | None, values: Mapping[str, Any], others: Sequence[str] = ()) -> Any:
+    """`kind(**values)`, the options dataclass of a backend or mask; None where it has none.
+
+    ValueError, naming `owner`: an unknown name, with the nearest of its own and of `others`, which a misspelt one may have meant; a
+    value of another type; and what `kind` itself refuses.
+    """
+    fields = option_names(kind)
+    for name in values:
+        if name not in fields:
+            near = difflib.get_close_matches(name, [*fields, *others], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ValueError(f"{owner} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
+    check_values(owner, values, kind)
+    return kind(**values) if kind else None
+
+
+def option_names(kind: type | None) -> list[str]:
+    """The fields of an options dataclass; none for None."""
+    return [field.name for field in dataclasses.fields(kind)] if kind else []
 
 
 def is_whole(value: Any) -> bool:

@@ -11,7 +11,11 @@ class BackendNotInstalledError(ImportError):
     """The backend exists, but a package that it needs is missing; the message names the extra that brings it."""
 
 
-class BackendBrokenError(RuntimeError):
+class PluginBrokenError(RuntimeError):
+    """What an entry point names cannot be loaded, or is no record; the cause is chained."""
+
+
+class BackendBrokenError(PluginBrokenError):
     """The backend's packages are installed but fail to import or to set up; the cause is chained."""
 
 

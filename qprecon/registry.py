@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ._options import check_values
+from . import plugins
+from ._options import made_options, option_names
 from .errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
 from .interop import Array
 
@@ -231,22 +232,11 @@ def backends() -> dict[str, Backend]:
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
     """Third parties' entry points by name, not loaded yet; nobody can replace a backend that exists."""
-    names, found = {record.name for record in BUILT_IN}, {}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name in names or entry.name in found:
-            raise ValueError(f"entry point {entry.value!r} registers backend {entry.name!r}, which exists already")
-        found[entry.name] = entry
-    return found
+    return plugins.entry_points(ENTRY_POINT_GROUP, [record.name for record in BUILT_IN], "backend")
 
 
 def _record(entry: importlib.metadata.EntryPoint) -> Backend:
-    try:
-        record = entry.load()
-    except Exception as error:
-        raise BackendBrokenError(f"backend {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
-    if not isinstance(record, Backend) or record.name != entry.name:
-        raise BackendBrokenError(f"entry point {entry.name!r} ({entry.value}) is not a qprecon Backend of that name")
-    return record
+    return plugins.load_record(entry, Backend, "backend", BackendBrokenError)
 
 
 def available_backends() -> dict[str, dict[str, Any]]:
@@ -286,7 +276,7 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
     name = next(iter(options), None)
     if name is None:
         return
-    owned = {record.name: _option_names(importlib.import_module(record.target)) for record in BUILT_IN if record.installed}
+    owned = {record.name: option_names(_kind(importlib.import_module(record.target))) for record in BUILT_IN if record.installed}
     if owner := next((record for record, names in owned.items() if name in names), None):
         raise ValueError(
             f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
@@ -296,9 +286,8 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
     raise ValueError(f"unknown option {name!r}{hint}")
 
 
-def _option_names(module: Any) -> list[str]:
-    kind = getattr(module, "Options", None)
-    return [field.name for field in dataclasses.fields(kind)] if kind else []
+def _kind(module: Any) -> type | None:
+    return getattr(module, "Options", None)
 
 
 def load(record: Backend, options: dict[str, Any]) -> Loaded:
@@ -316,12 +305,6 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
         module = importlib.import_module(record.target)
     except Exception as error:
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
-    kind, fields = getattr(module, "Options", None), _option_names(module)
-    for name in options:
-        if name not in fields:
-            near = difflib.get_close_matches(name, [*fields, *_COMMON], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"backend {record.name!r} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
-    check_values(f"backend {record.name!r}", options, kind)
+    made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
-    return Loaded(record, module.prepare, kind(**options) if kind else None, per_column)
+    return Loaded(record, module.prepare, made, per_column)

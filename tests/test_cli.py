@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     monkeypatch.setattr(qprecon.llm, "prune_model", lambda *a, **k: calls.append((a, k)) or report)
     calib, out = str(folder / "calib.txt"), str(tmp_path)
     assert cli.main(["prune", "M", out, "--calib", calib, "--quiet"]) == 0
-    texts = dict(model="M", calibration=[words(400)], out=out)
+    texts = dict(model="M", calibration=Path(calib), out=out)
     assert calls[0] == ((), {**texts, "progress": "quiet", "device": "auto"})
     line = f"prune M {out} --pattern 2:4 --mask magnitude --update none --backend cholesky --nsamples 3 --seqlen 16 --seed 5"
     line += " --damping 0.5 --tol 0.1 --targets a b --ignore c --propagate dense --device cpu --dtype float32 --progress json"
@@ -155,6 +156,8 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--mask-file", "masks.npz"], "masks.npz"),
         (["--progress", "json", "--quiet"], "--quiet and --progress"),
         (["--nsamples", "0"], "nsamples must be at least 1"),
+        (["--targets", "lm_head"], "lm_head, which is not pruned"),
+        (["--seqlen", "2048", "--calib", "no/such/file"], "the model has 128 positions: use seqlen=128"),
         (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
         (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
         (["--mask", "sparsegpt", "--mask-option", "damping=abc"], "damping must be a number, got 'abc'"),
@@ -188,6 +191,9 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options
         ("--sparsity half", ("--sparsity", "'half'", "a number")),
         ("--nsamples 1.5", ("--nsamples", "'1.5'", "a whole number")),
         ("--update adam", ("--update", "adam")),
+        ("--sparsty 0.5", ("--sparsty", "did you mean --sparsity?")),
+        ("--mask-opton=a=1", ("--mask-opton", "did you mean --mask-option?")),
+        ("--wibble", ("unrecognized arguments: --wibble",)),
     ],
 )
 def test_flags_that_cannot_be_read_name_themselves(capsys, options, culprits):
@@ -195,6 +201,28 @@ def test_flags_that_cannot_be_read_name_themselves(capsys, options, culprits):
         cli.main(["prune", "M", "O", *options.split()])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert stopped.value.code == 2 and all(culprit in error for culprit in culprits)
+
+
+def test_settings_are_checked_before_anything_is_fetched(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("qprecon.llm.calibration.texts.load_texts", lambda *_: pytest.fail("the text was fetched"))
+    monkeypatch.setattr("qprecon.llm.calibration.windows.load_texts", lambda *_: pytest.fail("the text was fetched"))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {folder / 'model'}\nout: {tmp_path / 'out'}\nnsamples: many\nseqlen: 4096")
+    assert cli.main(["prune", "--recipe", str(recipe)]) == 2
+    assert "nsamples must be a whole number" in capsys.readouterr().err
+    recipe.write_text(recipe.read_text().replace("many", "4"))
+    assert cli.main(["prune", "--recipe", str(recipe)]) == 2
+    assert "windows of 4,096 tokens, but the model has 128 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [("--tasks piqa --seqlen 64", "seqlen"), ("--tasks piqa --bos each", "bos"), ("--text x --data-dir .", "data_dir"),
+     ("--text x --limit 3", "limit")],
+)  # fmt: skip
+def test_eval_refuses_options_of_what_is_not_measured(capsys, options, culprit):
+    assert cli.main(["eval", "some/model", *options.split()]) == 2
+    assert f"{culprit} has no effect without" in capsys.readouterr().err
 
 
 def test_bad_input_prints_no_traceback(folder):
@@ -214,7 +242,7 @@ def test_an_output_folder_that_holds_something_else_is_left_alone(folder, tmp_pa
 
 def test_without_calib_and_datasets_it_says_what_to_give(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert cli.main(["prune", str(folder / "model"), str(tmp_path / "out")]) == 2
+    assert cli.main(["prune", str(folder / "model"), str(tmp_path / "out"), "--seqlen", "32"]) == 2
     error = capsys.readouterr().err
     assert "pip install 'qprecon[eval]'" in error and "builtin" in error and "text file" in error
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import qprecon
 from qprecon import cli
@@ -76,20 +75,6 @@ def test_the_recipes_load(tmp_path):
     assert recipe["pattern"] == "2:4" and recipe["mask"] == "sparsegpt" and recipe["out"] == "pruned"
     page = (ROOT / "docs" / "pruning.md").read_text()
     assert [word for word in ALIASES if f"`{word}`" not in page and word != "calib"] == []
-
-
-def test_the_mask_of_the_example_is_wandas():
-    from qprecon.llm.masks import LayerData, get_selector
-    from qprecon.llm.masks.patterns import Pattern
-
-    (code,) = blocks("adding_a_mask.md", "python")
-    names = {}
-    exec(code, names)
-    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
-    layer = LayerData("x", torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), x.T @ x, 50)
-    for pattern in ("50%", "2:4"):
-        mine = names["select"](layer, Pattern.parse(pattern)).mask_NK
-        assert torch.equal(mine, get_selector("wanda").select(layer, Pattern.parse(pattern)).mask_NK)
 
 
 def test_tables_agree_with_the_registries():

@@ -23,25 +23,6 @@ def block(language: str) -> str:
     return re.search(rf"```{language}\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL).group(1)
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Put a distribution with one module and entry points of our group on sys.path, as pip would."""
-    modules = set(sys.modules)
-
-    def put(module: str, source: str, entries: str, distribution: str = "thirdparty") -> None:
-        info = tmp_path / f"{distribution}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{entries}\n")
-        (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
-
-    monkeypatch.syspath_prepend(tmp_path)
-    yield put
-    for name in set(sys.modules) - modules:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
-            del sys.modules[name]
-
-
 def plain(name: str, **fields) -> str:
     arguments = "".join(f", {key}={value!r}" for key, value in fields.items())
     return f"from qprecon.registry import Backend\nRECORD = Backend({name!r}, {name!r} + '_target', 'a test'{arguments})\n"

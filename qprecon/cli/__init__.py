@@ -6,6 +6,7 @@ The subcommands import torch and the rest only when they run, so that --help is 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
@@ -28,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done; 1 done, but not as well as was asked (see the subcommand); 2 bad input, with one line
         about it on stderr; 130 interrupted; 143 terminated (SIGTERM).
     """
-    parser = _parser()
-    parsed = parser.parse_args(arguments)
+    parsed = _parsed(arguments)
     try:
         with sigterm_raises():
             return parsed.run(parsed)
@@ -46,9 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_bad_input(error: Exception) -> bool:
     """What a user can mend: a bad value or file, a missing or broken package. Anything else is our own mistake."""
-    from qprecon.errors import BackendBrokenError
+    from qprecon.errors import PluginBrokenError
 
-    return isinstance(error, ValueError | OSError | ImportError | BackendBrokenError)
+    return isinstance(error, ValueError | OSError | ImportError | PluginBrokenError)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line; an unknown flag ends the process, with the nearest that there is."""
+    parsed, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        subparser = parsed.parser
+        known = [flag for action in subparser._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        subparser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,6 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _SUBCOMMANDS:
         subparser = module.add_parser(subparsers)
-        subparser.set_defaults(run=module.run)
+        subparser.set_defaults(run=module.run, parser=subparser)
         subparser.add_argument("--traceback", action="store_true", default=False, help="show where an error came from")
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -31,10 +32,10 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
         help='a text file, WikiText\'s .raw file (rows are joined as published), a .jsonl(.gz) file with a "text" field '
         '(documents are joined), or "builtin"',
     )
-    parser.add_argument("--seqlen", type=int, default=2048, help="tokens a window (default 2048)")
+    parser.add_argument("--seqlen", type=int, default=argparse.SUPPRESS, help="tokens a window (default 2048)")
     parser.add_argument(
         "--bos",
-        default="auto",
+        default=argparse.SUPPRESS,
         choices=["auto", "each", "first", "none"],
         help="beginning-of-sequence token: one in each window, one at the start of the text as in the published tables, "
         "none, or auto (default): each if the tokenizer adds one, else none",
@@ -56,6 +57,10 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="only the first so many items a task (a subject, for mmlu)")
 
 
+def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
     import json
@@ -70,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         batch_size=arguments.batch_size,
         progress=not arguments.quiet,
-        perplexity_options={name: getattr(arguments, name) for name in ("seqlen", "bos", "max_windows", "autocast")},
-        task_options={name: getattr(arguments, name) for name in ("data_dir", "limit")},
+        perplexity_options=_given(arguments, "seqlen", "bos", "max_windows", "autocast"),
+        task_options=_given(arguments, "data_dir", "limit"),
     )
     print(json.dumps(results.to_dict()) if arguments.json else results)
     return 0

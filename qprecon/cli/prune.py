@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from qprecon.llm.pruning.recipe import Run, options
 
@@ -41,7 +42,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
     from qprecon.llm import prune_model
-    from qprecon.llm.calibration.texts import load_texts
     from qprecon.llm.pruning.recipe_file import command_words, save_recipe
     from qprecon.llm.storage.output import partial_folder
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quiet and "progress" in flags:
         raise ValueError("--quiet and --progress say two things: give one of them")
     words = command_words(arguments.recipe, flags)
-    named = {"calibration": load_texts(words["calibration"])}
+    named = {"calibration": Path(words["calibration"])}  # a name, never the text itself; read once the model is known to be one
     quiet = {"progress": "quiet"} if arguments.quiet else {}
     try:
         report = prune_model(**{**words, **named, **quiet})

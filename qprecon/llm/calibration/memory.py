@@ -60,14 +60,14 @@ def check_host_memory(bytes_needed: int, what: str) -> None:
         raise MemoryError(f"{what}: {bytes_needed / 1e9:.3g} GB, but {available / 1e9:.3g} GB of the host's memory are available")
 
 
-def with_room(inputs: Movable, notes: list[str], what: str, work: Callable[[], Result]) -> Result:
-    """`work()`; if the GPU's memory runs out, once more with the activations in the host's memory, which `notes` then says."""
+def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Callable[[], Result]) -> Result:
+    """`work()`; if the GPU's memory runs out, once more with the activations in the host's memory, which `note` is told."""
     try:
         return work()
     except torch.cuda.OutOfMemoryError:
         if not inputs.to_host():
             raise
-        notes.append(f"{what}: out of GPU memory; activations are in the host's memory from there on")
+        note(f"{what}: out of GPU memory; activations are in the host's memory from there on")
     # Outside of the handler: the exception holds every tensor of the frames that it came through.
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -42,7 +42,7 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         OSError: the data set cannot be had; the message says what to give instead.
         ValueError: a jsonl row without a "text" string, or a source without any text.
     """
-    name = str(source)
+    name = source.as_posix() if isinstance(source, Path) else source
     if name == "builtin":
         texts = _builtin_texts()
     elif _is_file(name):

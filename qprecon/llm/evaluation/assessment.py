@@ -57,10 +57,14 @@ def evaluate(
         save: add the results to `qprecon_eval.json` in the model's folder.
         perplexity_options, task_options: further arguments of `perplexity` and `evaluate_tasks`.
 
-    Raises ValueError where neither text nor tasks are given, or `save` where the model is no folder; and as the two do.
+    Raises ValueError where neither text nor tasks are given, for options of the one that is not, or `save` where the model is no
+    folder; and as the two do.
     """
     if text is None and tasks is None:
         raise ValueError("nothing to measure: give --text, --tasks or both")
+    for wanted, word, options in ((text, "text", perplexity_options), (tasks, "tasks", task_options)):
+        if wanted is None and (idle := [name for name, value in (options or {}).items() if value is not None]):
+            raise ValueError(f"{idle[0]} has no effect without {word} (--{word})")
     if save and not Path(model).is_dir():
         raise ValueError(f"{model} is no folder here, so the results cannot be saved in it")
     size = {} if batch_size is None else {"batch_size": batch_size}
@@ -70,9 +74,9 @@ def evaluate(
         from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
 
         check_tasks(tasks, **(task_options or {}))
-    texts = None if text is None else load_texts(text)
     if text is not None:
         check_length(load_config(model), (perplexity_options or {}).get("seqlen", DEFAULT_SEQLEN))
+    texts = None if text is None else load_texts(text)
     with library_bars(progress):
         loaded, tokenizer = load_causal_lm(model, device=device)
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}

@@ -1,8 +1,8 @@
 """Mask selectors: which weights of a linear layer to keep.
 
-One file a selector, each with `select(layer, pattern, **options) -> Selection`. A selector changes none of its
-inputs, computes in float32 on the device of its inputs, and refuses options that it doesn't know. `proxsparse`
-learns the masks of a whole model at once, through `learn` of its record.
+One file a selector, each with a frozen dataclass `Options` and `select(layer, pattern, options) -> Selection`. A selector changes
+none of its inputs and computes in float32 on the device of its inputs. `proxsparse` learns the masks of a whole model at once,
+through `learn` of its record. Third parties register a record through the entry-point group `qprecon.masks`.
 
 Weights are (N inputs, K outputs), the transpose of `torch.nn.Linear.weight`; a mask has that shape, True = kept.
 """
@@ -10,13 +10,19 @@ Weights are (N inputs, K outputs), the transpose of `torch.nn.Linear.weight`; a 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from qprecon import plugins
+from qprecon._options import made_options
+from qprecon.errors import PluginBrokenError
 
 if TYPE_CHECKING:
     import torch
+
+    from qprecon.llm.masks.patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,23 @@ class Selection:
     weights_NK: torch.Tensor | None = None
 
 
+ENTRY_POINT_GROUP = "qprecon.masks"
+
+
 @dataclass(frozen=True)
 class Selector:
-    """A row of the registry. `module` is imported when `select` or `learn` is first asked for."""
+    """The record of a selector.
+
+    Attributes:
+        name: what `prune_model(mask=…)` takes.
+        module: has `select(layer, pattern, options)` or, for a model-level selector, `learn_masks(model, batches, options, *,
+            linears, device, progress)`, and perhaps `Options`, a frozen dataclass. Imported when first needed.
+        has_own_update: whether `select` gives weights of its own: for update="own", and as a start for "optimal".
+        needs_hessian: whether `select` looks at H.
+        source: the paper.
+        model_level: learned on the whole model at once.
+        patterns: those that it can make; None for every one.
+    """
 
     name: str
     module: str
@@ -52,21 +72,34 @@ class Selector:
     needs_hessian: bool
     source: str
     model_level: bool = False
-    patterns: tuple[str, ...] | None = None  # None: every pattern
+    patterns: tuple[str, ...] | None = None
 
-    @property
-    def select(self) -> Callable[..., Selection]:
-        """`select(layer, pattern, **options) -> Selection`."""
+    def select(self, layer: LayerData, pattern: Pattern, **options: Any) -> Selection:
+        """The mask of one layer. ValueError for options that are not the selector's, and what it refuses itself."""
         if self.model_level:
             raise ValueError(f"mask {self.name!r} is learned on the whole model: use learn, not select")
-        return import_module(self.module).select
+        return self._loaded().select(layer, pattern, self.options(options))
 
-    @property
-    def learn(self) -> Callable[..., dict[str, torch.Tensor]]:
-        """`learn(model, batches, **options) -> dict of masks`, for model-level selectors."""
+    def learn(
+        self, model: torch.nn.Module, batches: Iterable[torch.Tensor], *,
+        linears: Mapping[str, torch.nn.Module] | None = None, device: str | torch.device | None = None,
+        progress: Callable[[int, int, float], None] | None = None, **options: Any,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """The masks of all layers, name -> bool (N, K), for model-level selectors; see `proxsparse.learn_masks`."""
         if not self.model_level:
             raise ValueError(f"mask {self.name!r} is chosen layer by layer: use select, not learn")
-        return import_module(self.module).learn_masks
+        learn_masks = self._loaded().learn_masks
+        return learn_masks(model, batches, self.options(options), linears=linears, device=device, progress=progress)
+
+    def options(self, values: Mapping[str, Any]) -> Any:
+        """The selector's `Options` of these values, None if it has none. ValueError for a name or a value that it does not take."""
+        return made_options(f"mask {self.name!r}", getattr(self._loaded(), "Options", None), values)
+
+    def _loaded(self) -> Any:
+        try:
+            return import_module(self.module)
+        except Exception as error:
+            raise PluginBrokenError(f"mask {self.name!r} is installed but fails to import: {error!r}") from error
 
 
 def _record(name: str, own: bool, hessian: bool, source: str, **more) -> Selector:
@@ -89,8 +122,20 @@ SELECTORS: dict[str, Selector] = {
 }
 
 
+def selectors() -> dict[str, Selector]:
+    """Records by name: the built-in ones and those of installed entry points.
+
+    ValueError: an entry point has the name of another. PluginBrokenError: one cannot be loaded.
+    """
+    return SELECTORS | {name: plugins.load_record(entry, Selector, "mask") for name, entry in _entry_points().items()}
+
+
+def _entry_points() -> dict[str, Any]:
+    return plugins.entry_points(ENTRY_POINT_GROUP, SELECTORS, "mask")
+
+
 def get_selector(name: str) -> Selector:
-    """The record of a selector; ValueError with the nearest known name otherwise."""
+    """The record of a selector; ValueError with the nearest known name otherwise. Only the one asked for is loaded."""
     if not isinstance(name, str):
         raise ValueError(
             f"mask must be the name of a selector, got {type(name).__name__}; masks of your own go in as mask='given', "
@@ -98,9 +143,13 @@ def get_selector(name: str) -> Selector:
         )
     if name in SELECTORS:
         return SELECTORS[name]
-    near = difflib.get_close_matches(str(name).lower(), SELECTORS, n=1)
+    entries = _entry_points()
+    if name in entries:
+        return plugins.load_record(entries[name], Selector, "mask")
+    known = [*SELECTORS, *entries]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(f"unknown mask {name!r}{hint} Known: {', '.join(SELECTORS)}")
+    raise ValueError(f"unknown mask {name!r}{hint} Known: {', '.join(known)}")
 
 
 def undamped_diagonal(layer: LayerData) -> torch.Tensor:

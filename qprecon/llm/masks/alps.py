@@ -17,11 +17,13 @@ Unstructured patterns compare all weights of the layer. Departures from the orig
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
-from qprecon.llm.masks.sparsegpt import checked_cholesky, damped_hessian, starting_weights
+from qprecon.llm.masks.sparsegpt import check_damping, checked_cholesky, damped_hessian, starting_weights
 
 _EVERY = 3  # iterations between two looks at the support
 _GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))  # share of the support that changed -> factor of ρ
@@ -29,36 +31,41 @@ _STILL, _STILL_AFTER = 3e-4, 30
 _RHO_RANGE = (1e-6, 1e6)
 
 
-def select(
-    layer: LayerData,
-    pattern: Pattern,
-    *,
-    damping: float = 0.01,
-    rho: float = 0.1,
-    max_iterations: int = 300,
-    cg_iterations: int = 10,
-) -> Selection:
+@dataclass(frozen=True)
+class Options:
+    """damping: share of mean(diag H) added to the diagonal. rho: the first ρ. max_iterations: of ADMM. cg_iterations: for the
+    method's own weights."""
+
+    damping: float = 0.01
+    rho: float = 0.1
+    max_iterations: int = 300
+    cg_iterations: int = 10
+
+    def __post_init__(self) -> None:
+        check_damping(self.damping)
+        if not self.rho > 0:
+            raise ValueError(f"rho must be positive, got {self.rho!r}")
+        for name in ("max_iterations", "cg_iterations"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
+
+
+def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask and ALPS's own weights, float32 (N, K).
 
-    damping: share of mean(diag H) added to the diagonal. rho: the first ρ. ValueError: non-finite weights or Hessian,
-    one that isn't positive definite even with the damping, an N:M that doesn't divide the inputs, rho not positive, a negative
-    number of iterations.
+    ValueError: non-finite weights or Hessian, one that isn't positive definite even with the damping, an N:M that doesn't divide
+    the inputs.
     """
-    if not rho > 0:
-        raise ValueError(f"rho must be positive, got {rho!r}")
-    for name, count in (("max_iterations", max_iterations), ("cg_iterations", cg_iterations)):
-        if count < 0:
-            raise ValueError(f"{name} must not be negative, got {count!r}")
-    weights_NK = starting_weights(layer, pattern, block_size=1)
+    weights_NK = starting_weights(layer, pattern)
     dead_N = undamped_diagonal(layer) == 0
-    scaled_NN = damped_hessian(layer, damping)
-    checked_cholesky(scaled_NN, layer, damping)
+    scaled_NN = damped_hessian(layer, options.damping)
+    checked_cholesky(scaled_NN, layer, options.damping)
     scale_N1 = scaled_NN.diagonal().sqrt().unsqueeze(1)
     scaled_NN /= scale_N1 * scale_N1.T
     target_NK = (weights_NK * scale_N1).masked_fill_(dead_N.unsqueeze(1), 0)
-    dense_NK = _admm(scaled_NN, target_NK, pattern, rho, max_iterations)
+    dense_NK = _admm(scaled_NN, target_NK, pattern, options.rho, options.max_iterations)
     pruned_NK = _pruned(dense_NK, pattern)
-    own_NK = _conjugate_gradients(scaled_NN, target_NK, dense_NK.masked_fill(pruned_NK, 0), pruned_NK, cg_iterations)
+    own_NK = _conjugate_gradients(scaled_NN, target_NK, dense_NK.masked_fill(pruned_NK, 0), pruned_NK, options.cg_iterations)
     own_NK = torch.where(dead_N.unsqueeze(1), weights_NK, own_NK / scale_N1)
     return Selection(~pruned_NK, own_NK.masked_fill_(pruned_NK, 0))
 

@@ -16,11 +16,13 @@ Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = k
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,16 +38,29 @@ ORIENTATIONS = ("NK", "KN")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
-def select(
-    layer: LayerData, pattern: Pattern | None = None, *, masks: Mapping[str, torch.Tensor] | str | Path
-) -> Selection:
-    """The mask of `layer.name` out of `masks`, what `load_masks` returns or takes.
+@dataclass(frozen=True)
+class Options:
+    """masks: a dict, a file or a checkpoint folder, see above. orientation: "NK" or "KN", where the table's is not theirs."""
+
+    masks: Mapping[str, Any] | str | Path | None = None
+    orientation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.masks is None:
+            raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
+        if self.orientation not in (None, *ORIENTATIONS):
+            raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {self.orientation!r}")
+
+
+def select(layer: LayerData, pattern: Pattern | None, options: Options) -> Selection:
+    """The mask of `layer.name` out of `masks`: what `load_masks` returns, a dict (inputs, outputs), or takes.
 
     The pattern is not imposed: the mask given is the one used. ValueError: no mask for the layer, another shape than
     the weights', entries other than 0 and 1.
     """
-    if not isinstance(masks, Mapping):
-        masks = load_masks(masks, names=[layer.name])
+    masks = options.masks
+    if options.orientation is not None or not isinstance(masks, Mapping):
+        masks = load_masks(masks, orientation=options.orientation, names=[layer.name])
     key = next((key for key in (layer.name, layer.name + ".weight", _bare(layer.name)) if key in masks), None)
     if key is None:
         raise ValueError(f"no mask is given for layer {layer.name!r}; there are {_listed(masks)}")
@@ -66,13 +81,15 @@ def load_masks(
     orientation: str | None = None,
     names: Collection[str] | None = None,
     stored: Mapping[str, Stored] | None = None,
+    known: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read masks as name -> bool (N, K), True = kept, on the CPU. See the module's table for sources.
 
     orientation: "NK" or "KN" of the source, the table's by default. names: read these layers only, all by default; a
     checkpoint's embeddings and head are read too otherwise, and its 3-D tensors are not. stored: layer -> how its model's
-    folder holds it. ValueError, naming the layer: not two-dimensional, not 0/1, a name that isn't
-    there. FileNotFoundError: no such file, or a folder without safetensors.
+    folder holds it. known: what a file or dict may have masks for, everything by default. ValueError, naming the layer: not
+    two-dimensional, not 0/1, a name that isn't there, or one that isn't known. FileNotFoundError: no such file, or a
+    folder without safetensors.
     """
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {orientation!r}")
@@ -80,11 +97,15 @@ def load_masks(
     by_name = {_bare(key): read for key, read in found}
     own = stored if stored and _is_folder(source) else {}
     for name, how in own.items():
-        if how.expert is not None and name not in by_name and (stacked := _without_expert(name, how.expert)) in by_name:
-            by_name[name] = partial(by_name[stacked], how.expert, how.experts)  # as DBRX has them
+        if how.expert is not None and name not in by_name and (whole := _without_expert(name, how.expert)) in by_name:
+            by_name[name] = partial(by_name[whole], how.expert, how.experts)  # as DBRX has them
     missing = [name for name in names or () if _bare(name) not in by_name]
     if missing:
-        raise ValueError(f"no mask is given for layer {missing[0]!r}; there are {_listed(by_name)}")
+        hint = _near(missing[0], by_name)
+        raise ValueError(f"no mask is given for layer {missing[0]!r}; there are {_listed(by_name)}{hint}")
+    if known is not None and not _is_folder(source):  # which holds more than layers
+        stacked = {_without_expert(name, how.expert) for name, how in (stored or {}).items() if how.expert is not None}
+        _check_known(by_name, {*map(_bare, known), *stacked})
     masks = {}
     for name in by_name if names is None else names:
         mask = _as_bool(by_name[_bare(name)](), name)
@@ -93,6 +114,17 @@ def load_masks(
     if not masks:
         raise ValueError(f"{source}: no masks found")
     return masks
+
+
+def _check_known(names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is a mask for {name!r}, but the model has no such layer{_near(name, known)}")
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 Entries = list[tuple[str, Callable[..., object]]]

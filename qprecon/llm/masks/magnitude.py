@@ -6,14 +6,26 @@ whole "layer" (the usual baseline for unstructured sparsity), or those of one "i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from qprecon.llm.masks import LayerData, Selection
-from qprecon.llm.masks.patterns import Pattern, select_mask
+from qprecon.llm.masks.patterns import Pattern, check_group, select_mask
 
 
-def select(layer: LayerData, pattern: Pattern, *, group: str = "output") -> Selection:
+@dataclass(frozen=True)
+class Options:
+    """group: which weights are compared, those of one "output", of one "input", or of the whole "layer"."""
+
+    group: str = "output"
+
+    def __post_init__(self) -> None:
+        check_group(self.group)
+
+
+def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask only. Doesn't look at the Hessian. ValueError: NaN weights, an N:M that doesn't divide the inputs."""
     pattern.check(layer.weights_NK.shape[0], layer.name)
     try:
-        return Selection(select_mask(layer.weights_NK.float().abs(), pattern, group))
+        return Selection(select_mask(layer.weights_NK.float().abs(), pattern, options.group))
     except ValueError as error:
         raise ValueError(f"layer {layer.name!r}: {error}") from error

@@ -116,6 +116,12 @@ class Pattern:
         return math.floor(self.fraction * n)
 
 
+def check_group(group: str) -> None:
+    """ValueError for a word that is none of GROUPS."""
+    if group not in GROUPS:
+        raise ValueError(f"group must be one of {', '.join(GROUPS)}, got {group!r}")
+
+
 def select_mask(score_NK: torch.Tensor, pattern: Pattern, group: str = "output") -> torch.Tensor:
     """The mask that prunes the lowest scores, with exact counts.
 
@@ -124,8 +130,7 @@ def select_mask(score_NK: torch.Tensor, pattern: Pattern, group: str = "output")
     compares M consecutive inputs of one output and takes no notice of `group`. Among equal scores the lower input
     goes first, then the lower output. ValueError: NaN scores, an unknown group, an M that doesn't divide N.
     """
-    if group not in GROUPS:
-        raise ValueError(f"group must be one of {', '.join(GROUPS)}, got {group!r}")
+    check_group(group)
     if score_NK.ndim != 2:
         raise ValueError(f"scores must have shape (inputs, outputs), got {tuple(score_NK.shape)}")
     if bool(score_NK.isnan().any()):

@@ -14,6 +14,7 @@ follow the size of the weights (`learn_masks`); the operator is more exact (`_pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -25,15 +26,34 @@ _BUNDLE = 2**26  # weights to a call of the operator
 _REFERENCE_RMS = 0.02  # about that of a 7B LLaMA, for which the authors' lam and lr were chosen
 
 
+@dataclass(frozen=True)
+class Options:
+    """Of the training.
+
+    lam, lr: the authors take 0.25 and 1e-4 for a LLaMA of 7B, whose weights have a root mean square of about 0.02.
+    Both are scales: with all weights c times as large, the same course needs c * lr and lam / c, and so the defaults
+    are 1e-4 * rms / 0.02 and 0.25 * 0.02 / rms. epochs: passes over the batches. warmup: share of the steps over which lr rises;
+    then it falls to 0 linearly.
+    """
+
+    lam: float | None = None
+    lr: float | None = None
+    epochs: int = 1
+    warmup: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"proxsparse: epochs must be at least 1, got {self.epochs!r}")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"proxsparse: warmup must be between 0 and 1, got {self.warmup!r}")
+
+
 def learn_masks(
     model: torch.nn.Module,
     batches: Iterable[torch.Tensor],
+    options: Options,
     *,
     linears: Mapping[str, torch.nn.Module] | None = None,
-    lam: float | None = None,
-    lr: float | None = None,
-    epochs: int = 1,
-    warmup: float = 0.1,
     device: str | torch.device | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -41,20 +61,13 @@ def learn_masks(
 
     batches: integer token tensors, (T,) or (B, T) each; one optimiser step for each. The paper's count is 400 samples,
     one a step. linears: name -> module whose `weight` is pruned, all linear layers but the output head by default.
-    lam, lr: the authors take 0.25 and 1e-4 for a LLaMA of 7B, whose weights have a root mean square of about 0.02.
-    Both are scales: with all weights c times as large, the same course needs c * lr and lam / c, and so the defaults
-    are 1e-4 * rms / 0.02 and 0.25 * 0.02 / rms. warmup: share of the steps over which lr rises; then it falls to 0
-    linearly. progress(step, steps, loss) is called after each step.
+    progress(step, steps, loss) is called after each step.
 
     Returns name -> bool (N, K) on the CPU, True = kept, exactly two of every four. The model's weights, gradients,
     training mode and device are what they were, also after an error. ValueError: no batch, a layer whose inputs 4
     doesn't divide (named), a loss that isn't finite (step named).
     """
-    if epochs < 1:
-        raise ValueError(f"proxsparse: epochs must be at least 1, got {epochs!r}")
-    if not 0 <= warmup <= 1:
-        raise ValueError(f"proxsparse: warmup must be between 0 and 1, got {warmup!r}")
-    steps_data = [batch if batch.ndim > 1 else batch.unsqueeze(0) for batch in batches] * epochs
+    steps_data = [batch if batch.ndim > 1 else batch.unsqueeze(0) for batch in batches] * options.epochs
     if not steps_data:
         raise ValueError("batches is empty: proxsparse learns from at least one batch of tokens")
     linears = _default_linears(model) if linears is None else linears
@@ -65,9 +78,9 @@ def learn_masks(
         _move(model, device)
         with _Trained(model, linears) as trained:
             scale = trained.rms() / _REFERENCE_RMS or 1.0
-            lam = 0.25 / scale if lam is None else lam
-            lr = 1e-4 * scale if lr is None else lr
-            _train(model, trained, steps_data, lam, lr, warmup, progress)
+            lam = 0.25 / scale if options.lam is None else options.lam
+            lr = 1e-4 * scale if options.lr is None else options.lr
+            _train(model, trained, steps_data, lam, lr, options.warmup, progress)
             return trained.masks()
     finally:
         _move(model, None if device is None else home)

@@ -18,6 +18,7 @@ Departures from the original program, each deliberate:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -26,18 +27,28 @@ from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
 
 
-def select(
-    layer: LayerData, pattern: Pattern, *, block_size: int = 128, damping: float = 0.01
-) -> Selection:
+@dataclass(frozen=True)
+class Options:
+    """block_size: inputs per block; for N:M the nearest multiple of M below. damping: share of mean(diag H) added to it."""
+
+    block_size: int = 128
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        check_damping(self.damping)
+
+
+def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask and SparseGPT's own weights, float32 (N, K).
 
-    block_size: inputs per block; for N:M the nearest multiple of M below. damping: share of mean(diag H) added to the
-    diagonal. ValueError: non-finite weights or Hessian, one that isn't positive definite even with the damping, an
-    N:M that doesn't divide the inputs, a block size or damping that makes no sense.
+    ValueError: non-finite weights or Hessian, one that isn't positive definite even with the damping, an N:M that doesn't divide
+    the inputs.
     """
-    weights_NK = starting_weights(layer, pattern, block_size)
+    block_size = options.block_size
+    weights_NK = starting_weights(layer, pattern)
     dead_N = undamped_diagonal(layer) == 0
-    factor_NN = inverse_factor(layer, damping)
+    factor_NN = inverse_factor(layer, options.damping)
     N, K = weights_NK.shape
     step = block_size if not pattern.is_nm else max(1, block_size // pattern.of) * pattern.of
     pruned_NK = torch.zeros_like(weights_NK, dtype=torch.bool)
@@ -81,11 +92,19 @@ def _sweep(
     return pruned_BK, errors_BK
 
 
-def starting_weights(layer: LayerData, pattern: Pattern, block_size: int) -> torch.Tensor:
-    """A contiguous float32 copy (N, K) of the weights, after the checks that the sweeping selectors share."""
-    pattern.check(layer.weights_NK.shape[0], layer.name)
+def check_block_size(block_size: int) -> None:
     if not is_whole(block_size) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
+
+
+def check_damping(damping: float) -> None:
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"damping must be finite and not negative, got {damping!r}")
+
+
+def starting_weights(layer: LayerData, pattern: Pattern) -> torch.Tensor:
+    """A contiguous float32 copy (N, K) of the weights, after the checks that the sweeping selectors share."""
+    pattern.check(layer.weights_NK.shape[0], layer.name)
     weights_NK = layer.weights_NK.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if not bool(weights_NK.isfinite().all()):
         raise ValueError(f"layer {layer.name!r}: the weights have NaN or infinite entries")
@@ -94,8 +113,6 @@ def starting_weights(layer: LayerData, pattern: Pattern, block_size: int) -> tor
 
 def damped_hessian(layer: LayerData, damping: float) -> torch.Tensor:
     """H + λI, float32 (N, N), a new tensor, with λ = damping * mean(diag H)."""
-    if not 0 <= damping < math.inf:
-        raise ValueError(f"damping must be finite and not negative, got {damping!r}")
     mean = undamped_diagonal(layer).mean()
     damped_NN = layer.hessian_NN.detach().to(torch.float32, copy=True)
     # With H = 0 any positive number does: nothing is known, so nothing gets repaired.

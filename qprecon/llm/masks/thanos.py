@@ -19,38 +19,43 @@ to its damped optimum. Departures from the original program, each deliberate:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
-from qprecon.llm.masks.sparsegpt import inverse_factor, starting_weights
+from qprecon.llm.masks.sparsegpt import check_block_size, check_damping, inverse_factor, starting_weights
 
 # Elements of a batch of small systems; their factors take as much again. 0.5 GB fills a GPU, a CPU wants to stay small.
 _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 
 
-def select(
-    layer: LayerData,
-    pattern: Pattern,
-    *,
-    block_size: int = 512,
-    damping: float = 0.01,
-    outlier_rows: float = 0.0,
-) -> Selection:
-    """Mask and Thanos's own weights, float32 (N, K).
+@dataclass(frozen=True)
+class Options:
+    """block_size: inputs per block; for N:M the nearest multiple of M below. damping: share of mean(diag H) added to the diagonal.
+    outlier_rows: share of the outputs (rows of `Linear.weight`) left dense, N:M only."""
 
-    block_size: inputs per block; for N:M the nearest multiple of M below. damping: share of mean(diag H) added to the
-    diagonal. outlier_rows: share of the outputs (rows of `Linear.weight`) left dense, N:M only. ValueError as for
-    `sparsegpt`, and for outlier rows outside [0, 1] or with an unstructured pattern.
-    """
-    if not 0 <= outlier_rows <= 1:
-        raise ValueError(f"outlier_rows must lie in [0, 1], got {outlier_rows!r}")
-    if outlier_rows and not pattern.is_nm:
+    block_size: int = 512
+    damping: float = 0.01
+    outlier_rows: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        check_damping(self.damping)
+        if not 0 <= self.outlier_rows <= 1:
+            raise ValueError(f"outlier_rows must lie in [0, 1], got {self.outlier_rows!r}")
+
+
+def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
+    """Mask and Thanos's own weights, float32 (N, K). ValueError as for `sparsegpt`, and for outlier rows without an N:M pattern."""
+    if options.outlier_rows and not pattern.is_nm:
         raise ValueError("outlier_rows applies to N:M patterns only")
-    weights_NK = starting_weights(layer, pattern, block_size)
+    block_size = options.block_size
+    weights_NK = starting_weights(layer, pattern)
     diagonal_N = undamped_diagonal(layer)
-    factor_NN = inverse_factor(layer, damping)
-    dense_K = _outlier_outputs(weights_NK, diagonal_N, outlier_rows)
+    factor_NN = inverse_factor(layer, options.damping)
+    dense_K = _outlier_outputs(weights_NK, diagonal_N, options.outlier_rows)
     N, K = weights_NK.shape
     step = block_size if not pattern.is_nm else max(1, block_size // pattern.of) * pattern.of
     left = pattern.pruned_per_group(N * K)

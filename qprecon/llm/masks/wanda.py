@@ -7,15 +7,27 @@ scores 0, so its weights go first. Counts are floor(s*N) an output, ties include
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
-from qprecon.llm.masks.patterns import Pattern, select_mask
+from qprecon.llm.masks.patterns import Pattern, check_group, select_mask
 
 
-def select(layer: LayerData, pattern: Pattern, *, group: str = "output") -> Selection:
+@dataclass(frozen=True)
+class Options:
+    """group: which weights are compared, those of one "output", of one "input", or of the whole "layer"."""
+
+    group: str = "output"
+
+    def __post_init__(self) -> None:
+        check_group(self.group)
+
+
+def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask only. ValueError: NaN weights, a bad Hessian diagonal, an N:M that doesn't divide the inputs."""
     pattern.check(layer.weights_NK.shape[0], layer.name)
     score_NK = layer.weights_NK.float().abs() * undamped_diagonal(layer).sqrt().unsqueeze(1)
     try:
-        return Selection(select_mask(score_NK, pattern, group))
+        return Selection(select_mask(score_NK, pattern, options.group))
     except ValueError as error:
         raise ValueError(f"layer {layer.name!r}: {error}") from error

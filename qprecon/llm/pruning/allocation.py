@@ -18,18 +18,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from qprecon._options import is_number
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.masks import LayerData, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.model.loading import check_unwrapped, choose_device
-from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
+from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.pruning.recipe import Recipe
-from qprecon.llm.reporting.clock import Clock
-from qprecon.llm.reporting.progress import Step
+from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.statistics.collect import collect_grams
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
@@ -72,21 +69,20 @@ def owl_asked(recipe: Recipe) -> Owl | None:
 
 
 def owl_plan(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, samples: Sequence[torch.Tensor], owl: Owl, store: Any,
-    clock: Clock, step: Step, notes: list[str],
-) -> Plan:  # fmt: skip
+    source: MemoryBlocks | DiskBlocks, plan: Plan, samples: Sequence[torch.Tensor], owl: Owl, store: Any, log: RunLog
+) -> Plan:
     """`plan` with OWL's sparsity of each block: one pass through the dense model. ValueError where a block would keep nothing."""
     shares: dict[int, float] = {}
-    step("reading inputs", 0)
+    log.step("reading inputs", 0)
     with evaluation_mode(source.model):
-        with clock("capture"):
+        with log.phase("capture"):
             inputs = source.capture(samples, store)
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             views = [layer.view for layer in plan.layers[index]]
-            step(f"outliers of {block.name}", 0)
-            with source.opened(index, dense=True) as module, clock("allocate"):
+            log.step(f"outliers of {block.name}", 0)
+            with source.opened(index, dense=True) as module, log.phase("allocate"):
                 collect = partial(collect_grams, module, views, inputs, index, keep_outputs=True)
-                grams = with_room(inputs, notes, block.name, collect)
+                grams = with_room(inputs, log.note, block.name, collect)
                 inputs.hidden = grams.outputs
                 if views:
                     layers = [LayerData(v.name, v.weights_NK(), grams.hessian(v), grams.tokens(v)) for v in views]
@@ -97,41 +93,6 @@ def owl_plan(
         raise ValueError(f"OWL with lam={owl.lam:g} at {owl.overall} would leave block {name!r} no weight: take a smaller lam")
     layers_of = enumerate(plan.layers)
     return replace(plan, layers=tuple(tuple(replace(l, pattern=_pattern(1 - kept[i])) for l in layers) for i, layers in layers_of))
-
-
-@torch.inference_mode(False)
-def owl_patterns(
-    model: nn.Module,
-    calibration: Any,
-    sparsity: float | str = 0.5,
-    *,
-    lam: float = 0.08,
-    threshold: float = 5.0,
-    tokenizer: Any = None,
-    nsamples: int = 128,
-    seqlen: int = 2048,
-    seed: int = 0,
-    targets: str | Sequence[str] | None = None,
-    ignore: str | Sequence[str] | None = None,
-    device: str | torch.device | None = None,
-) -> dict[str, Pattern]:
-    """OWL's sparsity of each block on its own, as a `pattern` for `prune_model`, which computes it itself with allocation="owl".
-
-    `calibration` and what follows `tokenizer` are as in `prune_model`, lam and threshold as in `Owl`. The blocks must be on
-    `device`, or on one device without it.
-
-    Returns block name -> pattern, for the blocks with a layer to prune. ValueError: an N:M pattern, a negative lam, or one so large
-    that a block would keep nothing.
-    """
-    check_unwrapped(model)
-    owl = Owl(Pattern.parse(sparsity), lam, threshold)
-    plan = plan_layers(model, owl.overall, targets, ignore)
-    samples = calibration_samples(model, calibration, tokenizer, nsamples, seqlen, seed)
-    device = next(model.parameters()).device if device is None else choose_device(device)
-    clock = Clock()
-    source = MemoryBlocks(model, plan.blocks, device, clock)
-    plan = owl_plan(source, plan, samples, owl, None, clock, lambda stage, advance, **news: None, [])
-    return {block.name: layers[0].pattern for block, layers in zip(plan.blocks, plan.layers, strict=True) if layers}
 
 
 def outlier_share(layers: Sequence[LayerData], threshold: float) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,17 @@ import transformers
 from torch import nn
 
 import qprecon
-from qprecon.llm.calibration.capture import evaluation_mode
-from qprecon.llm.calibration.memory import with_room
-from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.calibration.windows import describe_source
-from qprecon.llm.masks import get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.packed import write_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import Owl, owl_asked, owl_plan
+from qprecon.llm.pruning.blocks import prune_blocks
 from qprecon.llm.pruning.half import half_precision_hint
-from qprecon.llm.pruning.measure import finished_rows
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, find_model
 from qprecon.llm.pruning.plan import (
-    LayerPlan,
     Plan,
     calibration_samples,
     check_choices,
@@ -38,12 +32,8 @@ from qprecon.llm.pruning.plan import (
     with_given_masks,
 )
 from qprecon.llm.pruning.recipe import Recipe, as_recipe, takes_settings
-from qprecon.llm.pruning.update import grouped, prune_group
-from qprecon.llm.reporting.clock import Clock
-from qprecon.llm.reporting.progress import CONTINUING, Step, library_bars, progress_bar, progress_mode, say
+from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow, PruneReport
-from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
-from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
@@ -95,14 +85,14 @@ def prune_model(
         OSError: a file that cannot be written; blocks finished before are kept.
     """
     recipe = as_recipe(recipe, settings)
-    clock = Clock()
-    notes: list[str] = []
-    with clock("load"):
-        progress_mode(progress)
+    log = RunLog(progress, notes=recipe.without_effect())
+    if save_masks and out is None:
+        raise ValueError("save_masks writes them into `out`, and there is none: give out=…")
+    with log.phase("load"):
         if out is not None:
             given, out = out, check_output(out)
             if Path(given).expanduser().is_symlink():
-                notes.append(f"{given} is a link: the model is written to {out}")
+                log.note(f"{given} is a link: the model is written to {out}")
         device = choose_device(device)
         if store not in (None, "auto"):
             choose_device(store, "store")
@@ -110,38 +100,39 @@ def prune_model(
         recorded = _recorded(recipe, owl) | {"out": out, "device": str(device), "store": store}
         method = Method(**recipe.settings())
         check_choices(method, device)
-        with library_bars(progress):
-            found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, notes)
+        with log.library_bars():
+            found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
-        method = with_given_masks(method, plan, recipe.amount_stated)
+        method = with_given_masks(method, plan, found.model, recipe.amount_stated)
         if out is not None and found.shards is None:
             check_writable(found.model)
         samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
-        source = _open_source(found, plan, samples, recorded, method, out, device, resume, clock, notes)
+        source = _open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
-        notes += filter(None, [half_precision_hint(plan, recipe.dtype, device)])
-        say(notes, progress)
-        with progress_bar(plan.n_layers, progress, blocks=sum(map(bool, plan.layers))) as step:
+        if hint := half_precision_hint(plan, recipe.dtype, device):
+            log.note(hint)
+        log.say_notes()
+        with log.bar(plan.n_layers, blocks=sum(map(bool, plan.layers))):
             if owl is not None and source.finished <= plan.last:
-                plan = owl_plan(source, plan, samples, owl, store, clock, step, notes)
-            rows, kept_on = _prune_blocks(source, plan, method, samples, store, clock, step, notes)
+                plan = owl_plan(source, plan, samples, owl, store, log)
+            rows, kept_on = prune_blocks(source, plan, method, samples, store, log)
         source.close()
     finally:
         source.stop()
     recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     recorded |= {"calibration": describe_source(calibration), "seqlen": max(sample.numel() for sample in samples)}
-    report = _report(source, plan, rows, recorded, clock, notes)
+    report = _report(source, plan, rows, recorded, log)
     if out is not None:
-        with clock("save"):
+        with log.phase("save"):
             if found.shards is None:
-                with library_bars(progress):
+                with log.library_bars():
                     save_model(found.model, report, out, found.tokenizer)
             else:
                 complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
             if save_masks:
                 write_masks(out, _stored_masks(found, plan, out))
-        report = replace(report, phase_seconds=dict(clock.seconds))
+        report = replace(report, phase_seconds=dict(log.seconds))
     return report
 
 
@@ -154,81 +145,12 @@ def _recorded(recipe: Recipe, owl: Owl | None) -> dict[str, Any]:
     return settings
 
 
-def _prune_blocks(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor],
-    store: Any, clock: Clock, step: Step, notes: list[str],
-) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
-    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
-    rows = list(source.rows)
-    finished = sum(map(bool, plan.layers[: source.finished]))
-    errors = [row.error_stored for row in rows]
-    step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
-    if source.finished > plan.last:
-        return rows, None
-    with evaluation_mode(source.model):
-        if get_selector(method.mask).model_level:
-            with clock("learn masks"):
-                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples))
-        with clock("capture"):
-            inputs = source.capture(samples, store, streams=2 if method.drift else 1)
-            statistics = Statistics(inputs, method.order, method.drift, method.propagate == "dense", method.token_weights)
-        if method.token_weights:
-            with clock("gradients"):
-                statistics.gradients = _gradients(source, plan, inputs, samples)
-        for index, block in enumerate(plan.blocks[: plan.last + 1]):
-            with source.opened(index, dense=method.propagate == "dense") as module:
-                if index >= source.finished:
-                    drafts = []
-                    for layers in _in_order(statistics, module, index, plan.layers[index]):
-                        with clock("gram"):
-                            step(block.name, 0)
-                            collect = partial(statistics.collect, module, index, [layer.view for layer in layers])
-                            grams = with_room(statistics, notes, block.name, collect)
-                        for group in grouped(layers, grams, method):
-                            drafts += prune_group(group, grams, method)
-                            step(block.name, len(group), layer=group[-1].view.name)
-                    rows += (new := finished_rows(drafts))
-                    clock.add_rows(new)
-                    source.finish(index, new)
-                    step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
-                with clock("propagate"):
-                    if index < plan.last:
-                        with_room(statistics, notes, block.name, partial(statistics.advance, module, index))
-            if index < source.finished:
-                statistics.pass_finished(source, index)
-    return rows, statistics.store
-
-
-GRADIENTS = "gradients"  # what they are kept as
-
-
-def _in_order(
-    statistics: Statistics, module: nn.Module, index: int, layers: Sequence[LayerPlan]
-) -> Iterator[list[LayerPlan]]:
-    """The layers of a block in the groups in which they are pruned."""
-    by_name = {layer.view.name: layer for layer in layers}
-    for views in statistics.in_order(module, index, [layer.view for layer in layers]):
-        yield [by_name[view.name] for view in views]
-
-
-def _gradients(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor]
-) -> LossGradients:
-    """Of the dense model; those of an interrupted run are read again, as a GPU gives others in the last digits each time."""
-    layers = [[layer.view for layer in layers] for layers in plan.layers]
-    if (known := source.recall(GRADIENTS)) is None:
-        found = loss_gradients(source, layers, inputs, samples)
-        source.keep(GRADIENTS, found.tensors())
-        return found
-    return LossGradients.of(known, inputs)
-
-
 def _open_source(
     found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
-    resume: bool, clock: Clock, notes: list[str],
+    resume: bool, log: RunLog,
 ) -> MemoryBlocks | DiskBlocks:  # fmt: skip
     if found.shards is None:
-        return MemoryBlocks(found.model, plan.blocks, device, clock)
+        return MemoryBlocks(found.model, plan.blocks, device, log)
     fingerprint = {
         **_versions(),
         "model files": found.shards.identity,
@@ -240,20 +162,14 @@ def _open_source(
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
-    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, clock)
-    notes += [f"{file} of the earlier run is damaged and is made again" for file in journal.damaged]
+    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
+    for file in journal.damaged:
+        log.note(f"{file} of the earlier run is damaged and is made again")
     if source.compared:
-        notes.append("the model's files have other times than before: what had been read of them was compared and is the same")
+        log.note("the model's files have other times than before: what had been read of them was compared and is the same")
     if source.finished:
-        notes.append(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
+        log.note(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
     return source
-
-
-def _learn_masks(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
-    return get_selector(method.mask).learn(source.model, samples, linears=linears, device=source.device, **method.mask_options)
 
 
 def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
@@ -272,12 +188,12 @@ def _described(pattern: Any) -> Any:
 
 
 def _report(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, rows: list[LayerRow], settings: dict, clock: Clock, notes: list[str]
+    source: MemoryBlocks | DiskBlocks, plan: Plan, rows: list[LayerRow], settings: dict, log: RunLog
 ) -> PruneReport:
     zeros, total = source.zeros(rows)
     idle = [row.name for row in rows if row.tokens == 0]
     emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
-    notes = list(notes)
+    notes = list(log.notes)
     if not any(row.zeros for row in rows):
         notes.append("no weight was pruned" + (": the given masks keep all" if settings["mask"] == "given" else ""))
     if emptied:
@@ -294,7 +210,7 @@ def _report(
         parameters=total,
         settings=settings,
         versions=_versions(),
-        phase_seconds=dict(clock.seconds),
+        phase_seconds=dict(log.seconds),
         excluded=plan.excluded,
         warnings=tuple(notes),
     )

@@ -11,6 +11,7 @@ from torch import nn
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import check_unwrapped, load_causal_lm, load_tokenizer, model_folder
+from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, open_shards, skeleton
 
 
@@ -24,8 +25,8 @@ class Found:
     shards: Shards | None = None
 
 
-def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, notes: list[str]) -> Found:
-    """The model that was given to `prune_model`: itself, a skeleton of a folder, or where that cannot be had (`notes` then says
+def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log: RunLog) -> Found:
+    """The model that was given to `prune_model`: itself, a skeleton of a folder, or where that cannot be had (a note then says
     why) the folder loaded as a whole. ValueError, TypeError: what cannot be pruned, or would be overwritten."""
     if dtype not in (None, "auto"):
         as_dtype(dtype)
@@ -43,7 +44,7 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, note
             shards = open_shards(folder)
             return Found(skeleton(folder, shards, dtype), tokenizer or load_tokenizer(model), str(model), shards)
         except NotStreamable as reason:
-            notes.append(f"the model was loaded as a whole, not block by block: {reason}")
+            log.note(f"the model was loaded as a whole, not block by block: {reason}")
         loaded, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
         return Found(loaded, tokenizer or own_tokenizer, str(model))
     if not isinstance(model, nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 import qprecon
-from qprecon._options import check_values, is_number
+from qprecon._options import is_number
 from qprecon.llm.calibration.sampling import calibration_windows
-from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_windows, token_rows
+from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows, token_rows
 from qprecon.llm.masks import LayerData, Selector, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
@@ -81,8 +80,10 @@ def plan_layers(
     refused = [item for linears in found for item in linears.refused]
     names = [view.name for linears in found for view in linears.views] + [name for name, _ in refused]
     left_out = [item for linears in found for item in linears.excluded]
-    check_patterns(targets, names, "targets")
-    check_patterns(ignore, names + [name for name, _ in left_out] + _other_linears(model), "ignore")
+    never = left_out + [(name, _OUTSIDE) for name in _other_linears(model)]
+    check_patterns(ignore, names + [name for name, _ in never], "ignore")
+    check_patterns(targets, names + [name for name, _ in never], "targets")
+    _check_targets(targets, names, never)
     if isinstance(patterns, dict):
         check_patterns(as_patterns(patterns, "pattern"), names, "pattern")
 
@@ -116,6 +117,16 @@ def _pattern_of(name: str, patterns: Pattern | dict[str, Pattern]) -> Pattern | 
 def _wanted(name: str, targets: Sequence[str], ignore: Sequence[str]) -> bool:
     chosen = not targets or any(matches(pattern, name) for pattern in targets)
     return chosen and not any(matches(pattern, name) for pattern in ignore)
+
+
+_OUTSIDE = "it lies outside the decoder blocks; heads and embeddings are never pruned"
+
+
+def _check_targets(targets: Sequence[str], names: Sequence[str], never: Sequence[tuple[str, str]]) -> None:
+    """ValueError for a target that names only what is left dense whatever is asked for, with the reason."""
+    for target in targets:
+        if not any(matches(target, name) for name in names) and (found := [each for each in never if matches(target, each[0])]):
+            raise ValueError(f"targets: {target!r} names {found[0][0]}, which is not pruned: {found[0][1]}")
 
 
 _MOST_UNHELD = 0.25  # of the blocks' matrices; convolutions and states of known architectures are below 0.03
@@ -154,7 +165,7 @@ def check_choices(method: Method, device: torch.device) -> None:
         _check_makes(selector, [Pattern.parse(method.amount)])
     if method.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
-    _check_mask_options(method, selector)
+    selector.options(method.mask_options)
     _check_solve_options(method)
     if method.update == "optimal":
         _try_solve(method, device)
@@ -184,21 +195,20 @@ _TURN = (
 )
 
 
-def with_given_masks(method: Method, plan: Plan, pattern_stated: bool = False) -> Method:
+def with_given_masks(method: Method, plan: Plan, model: nn.Module, pattern_stated: bool = False) -> Method:
     """For mask "given": the method with its masks read once and checked against every layer of the plan.
 
-    Raises ValueError for a layer without a mask, with one of another shape or, if the pattern was stated, with one that does
-    not hold it; and where no masks are given.
+    Raises ValueError for a layer without a mask, a mask without a layer, and a mask of another shape or, if the pattern was stated,
+    one that does not hold it.
     """
     if method.mask != "given":
         return method
     options = dict(method.mask_options)
-    if "masks" not in options:
-        raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
     layers = [layer for layers in plan.layers for layer in layers]
     stored = {layer.view.name: layer.view.stored_as for layer in layers}
     source = options.pop("masks")
-    masks = load_masks(source, names=list(stored), stored=stored, **options)
+    known = {*stored, *(name for name, _ in plan.excluded), *(name for name, _ in model.named_modules())}
+    masks = load_masks(source, names=list(stored), stored=stored, known=known, **options)
     for layer in layers:
         view, mask_NK = layer.view, masks[layer.view.name]
         if tuple(mask_NK.shape) != (view.n_inputs, view.n_outputs):
@@ -228,21 +238,6 @@ def _check_learnable(method: Method, plan: Plan) -> None:
 
 
 _SET_HERE = ("H", "W", "mask", "backend", "rhs", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
-_GIVEN_HERE = ("linears", "device", "names", "stored")  # of selectors' functions
-
-
-def _check_mask_options(method: Method, selector: Selector) -> None:
-    functions = [selector.learn if selector.model_level else selector.select]
-    if method.mask == "given":
-        functions.append(load_masks)
-    known: dict[str, Any] = {}
-    for function in functions:
-        parameters = inspect.signature(function).parameters.values()
-        known |= {each.name: function for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in _GIVEN_HERE}
-    for name, value in method.mask_options.items():
-        if name not in known:
-            raise ValueError(f"mask {method.mask!r}: it has no option {name!r}; its options are {', '.join(known) or 'none'}")
-        check_values(f"mask {method.mask!r}", {name: value}, known[name])
 
 
 def _check_solve_options(method: Method) -> None:
@@ -291,6 +286,7 @@ def calibration_samples(
         windows = [row for i, item in enumerate(calibration) for row in token_rows(item, f"calibration sample {i}")]
         remedy = CUT_THEM
     else:
+        check_length(model.config, seqlen)  # before any text is fetched
         cut = calibration_windows(calibration, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)
         windows, remedy = list(cut), USE_SEQLEN
     if not windows or any(window.numel() == 0 for window in windows):

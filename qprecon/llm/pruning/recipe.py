@@ -178,6 +178,12 @@ class Recipe:
         """Whether a sparsity or pattern was given; masks from outside are only held against one that was."""
         return self.pattern is not None or self.sparsity is not None
 
+    def without_effect(self) -> list[str]:
+        """What was set although nothing reads it, each in a sentence."""
+        idle = ["backend", "damping", "tol", "solve_options"] if self.update != "optimal" else []
+        given = [name for name in self.stated() if name in idle]
+        return [f"{', '.join(given)}: no effect with update={self.update!r}, which solves nothing"] if given else []
+
     def settings(self) -> dict[str, Any]:
         """All fields by name, values as they are."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(Recipe)}

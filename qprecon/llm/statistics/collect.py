@@ -119,18 +119,18 @@ class _Pass:
 
     def collected(self, keep_outputs: bool, share: bool, may_stop: bool) -> BlockGrams:
         accumulator = _Accumulator(self.views, share, may_stop, self.weights, paired=self.beside is not None)
-        routing = Routing(self.block) if self.beside is not None and any(view.may_be_idle for view in self.views) else None
+        routing = Routing(self.block)
         outputs: list[torch.Tensor] = []
         with torch.no_grad():
             for sample in range(self.inputs.n_samples):
                 accumulator.begin_sample(sample, self.inputs.hidden[sample].shape)
-                output = self.run(self.inputs, sample, accumulator.observe, routing and routing.recorded)
+                output = self.run(self.inputs, sample, accumulator.observe, routing.recorded if self.beside else None)
                 if keep_outputs and output is not None:
                     outputs.append(stored(output, self.inputs.store))
                 if self.beside is not None:
                     accumulator.held_out = sample >= self.inputs.n_samples - self.beside.held_out
                     with self.beside.weights.in_place():
-                        self.run(self.beside.inputs, sample, accumulator.observe_dense, routing and routing.replayed)
+                        self.run(self.beside.inputs, sample, accumulator.observe_dense, routing.replayed)
                 accumulator.end_sample()
             for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
                 gram.finish()
@@ -226,8 +226,8 @@ class _Accumulator:
         rows = x.numel() // x.shape[-1]
         if weights_T.numel() != rows:
             raise ValueError(
-                f"{view.name}: it is given {rows} rows for {weights_T.numel()} tokens, so its token weights are unknown; leave it out "
-                "(`ignore`) or use token_weights=0"
+                f"{view.name}: it is given {rows} rows for {weights_T.numel()} tokens, so its token weights are unknown; leave it "
+                "out (`ignore`) or use token_weights=0"
             )
         return weights_T.to(x.device)
 

@@ -159,7 +159,7 @@ def _head_gradients(
     gradients = []
     with source.outside(), replaced_forwards(source.blocks, instead):
         for hidden in last:
-            parts = []
+            parts: list[torch.Tensor] = []
             for row in hidden.to(inputs.device).split(1):  # the logits of one window are large enough
                 numbers = next(coming).reshape(1, -1).to(inputs.device)
                 given[:] = [row.detach().requires_grad_()]
@@ -175,7 +175,7 @@ def _head_gradients(
 def _backward(
     modules: Sequence[nn.Module], indices: range, hidden: torch.Tensor, gradient: torch.Tensor, inputs: BlockInputs, sample: int
 ) -> torch.Tensor:
-    """The gradient with respect to `hidden`, which enters the first of the blocks, from that with respect to the last one's output."""
+    """The gradient with respect to `hidden`, which enters the first of the blocks, from that at the output of the last."""
     leaf = hidden.to(inputs.device).detach().requires_grad_()
     with torch.enable_grad():
         output = leaf.clone()  # what requires gradients itself may not be changed in place

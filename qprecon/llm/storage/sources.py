@@ -20,7 +20,7 @@ from qprecon.llm.calibration.capture import capture_inputs, firsts, placed
 from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block, check_weights
-from qprecon.llm.reporting.clock import Clock
+from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Shards, stored_names
 from qprecon.llm.storage.journal import Journal, tensor_checksum
@@ -31,8 +31,8 @@ class MemoryBlocks:
 
     finished, rows = 0, ()
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, clock: Clock):
-        self.model, self.blocks, self.device, self.clock = model, blocks, device, clock
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog):
+        self.model, self.blocks, self.device, self.log = model, blocks, device, log
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
 
@@ -49,12 +49,12 @@ class MemoryBlocks:
         if home == self.device:
             yield module
             return
-        with self.clock("move"):
+        with self.log.phase("move"):
             module.to(self.device)
         try:
             yield module
         finally:
-            with self.clock("move"):
+            with self.log.phase("move"):
                 module.to(home)
 
     @contextmanager
@@ -99,10 +99,10 @@ class DiskBlocks:
     """
 
     def __init__(
-        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, clock: Clock
+        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog
     ):
         self.model, self.shards, self.blocks, self.device = model, shards, blocks, device
-        self.journal, self.clock = journal, clock
+        self.journal, self.log = journal, log
         self.stored = stored_names(model, shards)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
@@ -150,7 +150,7 @@ class DiskBlocks:
         return (name for name in entry["names"] if known.get(name) != tensor_checksum(self.shards.read([name])[name]))
 
     def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1) -> BlockInputs:
-        """As `MemoryBlocks.capture`; the embeddings and the first block of each class, which is probed, are on the device meanwhile."""
+        """As `MemoryBlocks.capture`; the embeddings and the first block of each class, which is probed, are on the device."""
         inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
         needed = {name for name, module in self.model.named_modules() if id(module) in inside}
         outside = [name for name in self._names(None) if name.rpartition(".")[0] in needed]
@@ -187,7 +187,7 @@ class DiskBlocks:
 
         The block that will be opened `then`, the next one unless given, is read meanwhile.
         """
-        with self.clock("read"):
+        with self.log.phase("read"):
             tensors = self._taken(index, dense)
         following = index + 1 if then is None else then
         if 0 <= following < len(self.blocks) and (following, dense) not in self.ahead:
@@ -227,7 +227,7 @@ class DiskBlocks:
 
     def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
         """Write the open block, in the background; an error of an earlier write comes up here."""
-        with self.clock("write"):
+        with self.log.phase("write"):
             self._wait(most=1)  # memory for one block that is being written, no more
         block = self.blocks[index]
         tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
@@ -236,7 +236,7 @@ class DiskBlocks:
 
     def close(self) -> None:
         """Copy the blocks that were not pruned, and wait until everything is on the disk."""
-        with self.clock("write"):
+        with self.log.phase("write"):
             self._wait(most=0)
             for index in range(len(self.blocks)):
                 if self.journal.entry(_key(index)) is None:

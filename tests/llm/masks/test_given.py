@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from qprecon.llm.masks import LayerData, get_selector
-from qprecon.llm.masks.given import load_masks, select
+from qprecon.llm.masks.given import load_masks
 
 MASK_NK = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)) < 0.5
 SQUARE_NK = torch.rand(4, 4, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -18,7 +18,7 @@ def layer(name="a", shape=(6, 4)):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32, torch.bfloat16])
 def test_a_dict_is_inputs_by_outputs(dtype):
-    chosen = get_selector("given").select(layer(), masks={"a.weight": MASK_NK.to(dtype)})
+    chosen = get_selector("given").select(layer(), None, masks={"a.weight": MASK_NK.to(dtype)})
     assert torch.equal(chosen.mask_NK, MASK_NK) and chosen.weights_NK is None
 
 
@@ -30,7 +30,7 @@ def test_files_are_outputs_by_inputs(tmp_path):
         assert set(masks) == {"a", "b"}
         assert torch.equal(masks["a"], MASK_NK) and torch.equal(masks["b"], SQUARE_NK)
         assert torch.equal(load_masks(str(tmp_path / name), orientation="NK")["b"], SQUARE_NK.T)
-        assert torch.equal(select(layer(), masks=tmp_path / name).mask_NK, MASK_NK)
+        assert torch.equal(get_selector("given").select(layer(), None, masks=tmp_path / name).mask_NK, MASK_NK)
         assert set(load_masks(tmp_path / name, names=["b"])) == {"b"}
 
 
@@ -46,19 +46,31 @@ def test_the_zeros_of_a_checkpoint(tmp_path, model_type):
     assert set(masks) == {"a"} and torch.equal(masks["a"], MASK_NK)
 
 
+def test_masks_of_layers_that_the_model_lacks_are_errors(tmp_path):
+    known = ["model.q_proj", "model.k_proj", "lm_head"]
+    masks = {"model.q_proj.weight": MASK_NK, "lm_head": MASK_NK, "model.kproj": MASK_NK}
+    np.savez(tmp_path / "m.npz", **{name: mask.T.numpy() for name, mask in masks.items()})
+    for source in (masks, tmp_path / "m.npz"):
+        with pytest.raises(ValueError, match="mask for 'model.kproj', but the model has no.*did you mean 'model.k_proj'"):
+            load_masks(source, names=["model.q_proj"], known=known)
+        with pytest.raises(ValueError, match="no mask is given for layer 'model.k_proj'.*; did you mean 'model.kproj'"):
+            load_masks(source, names=known, known=known)
+        assert list(load_masks(source, names=["model.q_proj"], known=[*known, "model.kproj"])) == ["model.q_proj"]
+
+
 def test_errors_name_the_layer(tmp_path):
     with pytest.raises(ValueError, match=r"layer 'a'.*\(4, 6\).*\(6, 4\).*transposed"):
-        select(layer(), masks={"a": MASK_NK.T})
+        get_selector("given").select(layer(), None, masks={"a": MASK_NK.T})
     with pytest.raises(ValueError, match=r"layer 'a'.*\(5, 5\)"):
-        select(layer(), masks={"a": torch.ones(5, 5)})
+        get_selector("given").select(layer(), None, masks={"a": torch.ones(5, 5)})
     with pytest.raises(ValueError, match="layer 'a'.*other than 0 and 1"):
-        select(layer(), masks={"a": torch.full((6, 4), 0.5)})
+        get_selector("given").select(layer(), None, masks={"a": torch.full((6, 4), 0.5)})
     with pytest.raises(ValueError, match="layer 'a'.*other than 0 and 1"):
-        select(layer(), masks={"a": torch.full((6, 4), float("nan"))})
+        get_selector("given").select(layer(), None, masks={"a": torch.full((6, 4), float("nan"))})
     with pytest.raises(ValueError, match="layer 'a'.*two-dimensional"):
         load_masks({"a": torch.ones(3)})
     with pytest.raises(ValueError, match="no mask is given for layer 'c'.*1 masks"):
-        select(layer("c"), masks={"a": MASK_NK})
+        get_selector("given").select(layer("c"), None, masks={"a": MASK_NK})
     with pytest.raises(ValueError, match="no mask is given for layer 'c'"):
         load_masks({"a": MASK_NK}, names=["c"])
     with pytest.raises(ValueError, match="no masks found"):

@@ -1,5 +1,7 @@
 """The registry, and the selectors that score and don't update: magnitude and Wanda."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -29,11 +31,12 @@ def test_records():
     assert [name for name, record in SELECTORS.items() if record.has_own_update] == ["sparsegpt", "alps", "thanos"]
     for name, record in SELECTORS.items():
         assert record.name == name and record.source
-        assert callable(record.learn if record.model_level else record.select)
+        options = record.options({"masks": {}} if name == "given" else {})
+        assert dataclasses.is_dataclass(options) and type(options).__dataclass_params__.frozen and type(options).__doc__
     with pytest.raises(ValueError, match="use learn"):
-        _ = get_selector("proxsparse").select
+        get_selector("proxsparse").select(layer(), Pattern.parse("2:4"))
     with pytest.raises(ValueError, match="use select"):
-        _ = get_selector("wanda").learn
+        get_selector("wanda").learn(None, [])
 
 
 @pytest.mark.parametrize("group", ["output", "layer", "input"])
@@ -141,7 +144,7 @@ class TestEverySelector:
         data.weights_NK[0, 0] = float("nan")
         with pytest.raises(ValueError, match=r"block\.0\.q.*NaN"):
             select(data, pattern)
-        with pytest.raises(TypeError, match="colour"):
+        with pytest.raises(ValueError, match=f"mask {name!r} has no option 'colour'"):
             select(layer(), pattern, colour="red")
         if get_selector(name).needs_hessian:
             with pytest.raises(ValueError, match=r"block\.0\.q.*needs the Hessian"):

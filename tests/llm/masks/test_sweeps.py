@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon.llm.masks import SELECTORS, LayerData, get_selector, sparsegpt, thanos
+from qprecon.llm.masks import SELECTORS, LayerData, get_selector
+from qprecon.llm.masks import thanos as thanos_module
 from qprecon.llm.masks.patterns import Pattern
 from tests.fixtures import golden
 from tests.llm.random_layers import damped, random_layer
+
+sparsegpt, thanos = get_selector("sparsegpt"), get_selector("thanos")
 
 BLOCKS = {"": 128, "main": 512, "snap": 128, "b16": 16}
 
@@ -103,7 +106,7 @@ def test_one_block_of_thanos_is_the_damped_optimum():
 def test_small_chunks_change_nothing(monkeypatch):
     data = random_layer(48, 9)
     whole = thanos.select(data, Pattern.parse("50%"))
-    monkeypatch.setattr(thanos, "_CHUNK_ELEMENTS", {"cpu": 1000})
+    monkeypatch.setattr(thanos_module, "_CHUNK_ELEMENTS", {"cpu": 1000})
     parts = thanos.select(data, Pattern.parse("50%"))
     assert torch.equal(whole.mask_NK, parts.mask_NK)
     assert torch.allclose(whole.weights_NK, parts.weights_NK, atol=1e-6)

@@ -6,8 +6,11 @@ import torch
 
 from qprecon.llm import prune_model
 from qprecon.llm.masks import LayerData
-from qprecon.llm.pruning.allocation import outlier_share, owl_densities, owl_patterns
-from qprecon.llm.storage.sources import DiskBlocks
+from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.pruning.allocation import Owl, outlier_share, owl_densities, owl_plan
+from qprecon.llm.pruning.plan import plan_layers
+from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 from tests.fixtures.golden import archive
 from tests.llm.families import build, tokens
 
@@ -55,6 +58,14 @@ def test_shares_stay_within_bounds():
     assert min(owl_densities([0, 9, 9, 9], 0.9, lam=0.4)) == 0.0
     with pytest.raises(ValueError, match="lam"):
         owl_densities([1.0, 2.0], 0.5, lam=-1)
+
+
+def owl_patterns(model, samples, sparsity, lam=0.08, threshold=5.0, ignore=None):
+    """Block name -> the pattern that OWL gives it."""
+    owl, log = Owl(Pattern.parse(sparsity), lam, threshold), RunLog()
+    plan = plan_layers(model, owl.overall, None, ignore)
+    plan = owl_plan(MemoryBlocks(model, plan.blocks, torch.device("cpu"), log), plan, samples, owl, None, log)
+    return {block.name: layers[0].pattern for block, layers in zip(plan.blocks, plan.layers, strict=True)}
 
 
 def test_two_identical_blocks_are_pruned_alike():

@@ -15,7 +15,6 @@ from qprecon.llm.model.blocks import check_weights, find_blocks
 from qprecon.llm.model.targets import ATTENTION, matches
 from qprecon.llm.pruning import half
 from qprecon.llm.pruning import loop as pipeline
-from qprecon.llm.pruning.allocation import owl_patterns
 from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from tests.llm.families import FAMILIES, FUSED, build, tokens
 
@@ -302,14 +301,14 @@ class Untouched:
         (dict(mask_options={"grouping": 1}), ValueError, "mask 'wanda'.*grouping"),
         (dict(mask_options={"group": "rows"}), ValueError, "group must be one of"),
         (dict(mask="given"), ValueError, "mask 'given' needs mask_options"),
-        (dict(mask="given", mask_options={"masks": {}, "stored": {}}), ValueError, "mask 'given': it has no option 'stored'"),
+        (dict(mask="given", mask_options={"masks": {}, "stored": {}}), ValueError, "mask 'given' has no option 'stored'"),
         (dict(mask="given", mask_options={"masks": {Q0: torch.ones(32, 32)}}), ValueError, "no mask is given for layer"),
         (dict(mask="proxsparse"), ValueError, "mask 'proxsparse' makes 2:4 only, not 50%"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"lamda": 1}), ValueError, "mask 'proxsparse'.*lamda"),
-        (dict(mask="proxsparse", pattern="2:4", mask_options={"linears": {}}), ValueError, "no option 'linears'; its options"),
+        (dict(mask="proxsparse", pattern="2:4", mask_options={"linears": {}}), ValueError, "no option 'linears'. Its options"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"lam": "a"}), ValueError, "lam must be a number or None, got 'a'"),
         (dict(mask="proxsparse", pattern="2:4", mask_options={"epochs": 1.5}), ValueError, "epochs must be a whole number"),
-        (dict(mask="proxsparse", pattern="2:4", mask_options={"progress": 1}), ValueError, "progress must be a function or"),
+        (dict(mask="proxsparse", pattern="2:4", mask_options={"progress": 1}), ValueError, "no option 'progress'"),
         (dict(sparsity=1.5), ValueError, r"sparsity must lie in \[0, 1\]"),
         (dict(sparsity=1), ValueError, "pattern '100%' would leave no weight.*write '1%'"),
         (dict(pattern="100%"), ValueError, "pattern '100%' would leave no weight"),
@@ -331,8 +330,8 @@ class Untouched:
         (dict(mask="alps", mask_options={"max_iterations": -1}), ValueError, "max_iterations must not be negative, got -1"),
         (dict(mask="sparsegpt", mask_options={"damping": float("inf")}), ValueError, "damping must be finite and not negative"),
         (dict(mask="thanos", mask_options={"outlier_rows": [0]}), ValueError, r"outlier_rows must be a number, got \[0\]"),
-        (dict(mask="given", mask_options={"masks": 5}), ValueError, "masks must be a Mapping or text or a Path, got 5"),
-        (dict(mask="given", mask_options={"masks": {}, "names": ["a"]}), ValueError, "'names'; its options are masks, orient"),
+        (dict(mask="given", mask_options={"masks": 5}), ValueError, "masks must be a Mapping or text or a Path or None, got 5"),
+        (dict(mask="given", mask_options={"masks": {}, "names": ["a"]}), ValueError, "'names'. Its options: masks, orient"),
         (dict(backend="pcg", solve_options={"rank": "many"}), ValueError, "backend 'pcg': rank must be a whole number or None"),
         (dict(solve_options={"rank": 8}), ValueError, "option 'rank' goes with a named backend, .*give backend='pcg'"),
         (dict(solve_options={"tol": 1e-3}), ValueError, "solve_options: 'tol' is what prune_model hands .*; give tol=... itself"),
@@ -371,12 +370,30 @@ def test_options_are_checked_before_the_model_is_looked_for(tmp_path, monkeypatc
         prune_model("some/model", Untouched(), out=tmp_path / "out", progress=False, **arguments)
 
 
+def test_a_mask_for_no_layer_is_an_error_also_where_only_some_are_pruned():
+    model = build("llama")
+    masks = {name: torch.ones(m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    common = dict(mask="given", targets="down_proj", update="none", progress=False)
+    prune_model(model, tokens(2), mask_options={"masks": masks}, **common)  # those of other layers, and of the head, do no harm
+    wrong = masks | {"model.layers.0.mlp.dwn_proj": masks[D0 := "model.layers.0.mlp.down_proj"]}
+    with pytest.raises(ValueError, match=f"mask for 'model.layers.0.mlp.dwn_proj'.*did you mean {D0!r}"):
+        prune_model(model, Untouched(), mask_options={"masks": wrong}, **common)
+
+
+def test_what_has_no_effect_is_said():
+    common = dict(update="none", progress=False)
+    report = prune_model(build("llama"), tokens(2), damping=0.1, backend="pcg", **common)
+    assert any(note.startswith("backend, damping: no effect with update='none'") for note in report.warnings)
+    assert not prune_model(build("llama"), tokens(2), **common).warnings
+    with pytest.raises(ValueError, match="save_masks.*out"):
+        prune_model(build("llama"), Untouched(), save_masks=True, **common)
+
+
 def test_a_wrapped_model_is_refused():
     wrapped = nn.DataParallel(build("llama"))
     for refused in (
         lambda: prune_model(wrapped, Untouched(), progress=False),
         lambda: perplexity(wrapped, tokens(2), seqlen=8),
-        lambda: owl_patterns(wrapped, tokens(2)),
     ):
         with pytest.raises(ValueError, match=r"wrapped in DataParallel: pass model\.module"):
             refused()
@@ -451,7 +468,7 @@ def test_bad_calibration():
 
 
 def test_an_unknown_mask_option_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"mask 'sparsegpt': .*'foo'; its options are block_size, damping"):
+    with pytest.raises(ValueError, match=r"mask 'sparsegpt' has no option 'foo'. Its options: block_size, damping"):
         prune_model(build("llama"), tokens(2), mask="sparsegpt", mask_options={"foo": 1}, progress=False)
 
 

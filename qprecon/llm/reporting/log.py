@@ -1,0 +1,71 @@
+"""What a run tells as it goes: seconds by phase and notes, which the report then has, and progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from qprecon.llm.reporting.progress import Step, library_bars, progress_bar, progress_mode, say
+from qprecon.llm.reporting.report import LayerRow
+
+
+def _no_step(stage: str, advance: int, **news: Any) -> None:
+    """Nobody looks."""
+
+
+@dataclass
+class RunLog:
+    """`with log.phase("gram"): …`, `log.note("…")`, `log.step("layers.0", 1)`.
+
+    progress: how steps are shown, see `qprecon.llm.reporting.progress`; ValueError for a word that is no mode. seconds: wall-clock
+    time by phase; phases do not overlap. notes: for the report's warnings. step: what is done since the last call; it tells nobody
+    before `bar` is entered.
+    """
+
+    progress: bool | str = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    step: Step = _no_step
+
+    def __post_init__(self) -> None:
+        progress_mode(self.progress)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time of its body. An error's time is not counted."""
+        started = time.perf_counter()
+        yield
+        self.add(name, time.perf_counter() - started)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def add_rows(self, rows: Sequence[LayerRow]) -> None:
+        """The phases within the layers of a block."""
+        for row in rows:
+            self.add("mask", row.mask_seconds)
+            self.add("solve", row.solve_seconds)
+            self.add("audit", row.audit_seconds)
+            self.add("update", row.update_seconds - row.solve_seconds - row.audit_seconds)
+            self.add("measure", row.seconds - row.mask_seconds - row.update_seconds)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def say_notes(self) -> None:
+        """Those so far, to whoever sees a bar: what is worth knowing before hours of work."""
+        say(self.notes, self.progress)
+
+    @contextmanager
+    def bar(self, total: int, blocks: int | None = None) -> Iterator[None]:
+        """While open, steps are shown. `total` units of work; `blocks`: how many blocks there are."""
+        with progress_bar(total, self.progress, blocks) as self.step:
+            yield
+        self.step = _no_step
+
+    def library_bars(self) -> AbstractContextManager[None]:
+        """While open, transformers draws its own bars only where ours is to be shown."""
+        return library_bars(self.progress)

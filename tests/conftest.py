@@ -1,0 +1,22 @@
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Put a distribution with one module and entry points on sys.path, as pip would."""
+    modules = set(sys.modules)
+
+    def put(module: str, source: str, entries: str, distribution: str = "thirdparty", group: str = "qprecon.backends") -> None:
+        info = tmp_path / f"{distribution}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{entries}\n")
+        (tmp_path / f"{module}.py").write_text(source, encoding="utf-8")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield put
+    for name in set(sys.modules) - modules:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
+            del sys.modules[name]
