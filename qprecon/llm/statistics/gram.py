@@ -48,11 +48,11 @@ class Gram:
             x_TN = scaled_rows(x_TN, weights_T.sqrt())
         rows = x_TN.shape[0]
         self.tokens += rows
-        if not self.batched or x.element_size() > 2 or 2 * rows > BATCH_ROWS:
+        if not self.batched or x_TN.element_size() > 2 or 2 * rows > BATCH_ROWS:
             self.accumulate(x_TN)
             return
         if self.buffer_TN is None:
-            self.buffer_TN = torch.empty(BATCH_ROWS, x_TN.shape[1], dtype=x.dtype, device=x.device)
+            self.buffer_TN = torch.empty(BATCH_ROWS, x_TN.shape[1], dtype=x_TN.dtype, device=x.device)
         if self.filled + rows > BATCH_ROWS:
             self._flush()
         self.buffer_TN[self.filled : self.filled + rows] = x_TN
