@@ -98,7 +98,7 @@ def _written(word: str) -> Case:
     preset = names.pop(0) if names and names[0] in PRESETS else "fast"
     for name in names:
         if name not in INGREDIENTS and "=" not in name:
-            raise ValueError(f"unknown case {word!r}: {name!r} is none of {', '.join(INGREDIENTS)}, nor a setting such as drift=0.25")
+            raise ValueError(f"unknown case {word!r}: {name!r} is none of {', '.join(INGREDIENTS)}, nor a setting like drift=0.25")
     calibration = calibration or CALIBRATIONS[0]
     if calibration not in CALIBRATIONS:
         raise ValueError(f"unknown case {word!r}: calibrations are {', '.join(CALIBRATIONS)}; groups are {', '.join(GROUPS)}")
