@@ -48,7 +48,8 @@ def prune_blocks(
             statistics = Statistics(inputs, method.order, method.drift, method.propagate == "dense", method.token_weights)
         if method.token_weights:
             with log.phase("gradients"):
-                statistics.gradients = _gradients(source, plan, inputs, samples)
+                log.step("gradients", 0)
+                statistics.gradients = _gradients(source, plan, inputs, samples, log)
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
                 if index >= source.finished:
@@ -83,15 +84,15 @@ def _in_order(
 
 
 def _gradients(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor]
+    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor], log: RunLog
 ) -> LossGradients:
     """Of the dense model; those of an interrupted run are read again, as a GPU gives others in the last digits each time."""
+    if (known := source.recall(_GRADIENTS)) is not None:
+        return LossGradients.of(known, inputs)
     layers = [[layer.view for layer in layers] for layers in plan.layers]
-    if (known := source.recall(_GRADIENTS)) is None:
-        found = loss_gradients(source, layers, inputs, samples)
-        source.keep(_GRADIENTS, found.tensors())
-        return found
-    return LossGradients.of(known, inputs)
+    found = with_room(inputs, log.note, "token weights", partial(loss_gradients, source, layers, inputs, samples))
+    source.keep(_GRADIENTS, found.tensors())
+    return found
 
 
 def _learn_masks(
