@@ -44,8 +44,10 @@ def prune_blocks(
             with log.phase("learn masks"):
                 method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))
         with log.phase("capture"):
-            inputs = source.capture(samples, store, streams=2 if method.drift else 1)
-            statistics = Statistics(inputs, method.order, method.drift, method.propagate == "dense", method.token_weights)
+            inputs = source.capture(samples, store, streams=2 if method.drift or method.residual else 1)
+            statistics = Statistics(
+                inputs, method.order, method.drift, method.residual, method.propagate == "dense", method.token_weights
+            )
         if method.token_weights:
             with log.phase("gradients"):
                 log.step("gradients", 0)

@@ -112,6 +112,11 @@ class Recipe:
         "explained on windows held out)",
         CALIBRATION, least=0, metavar="SHARE",
     )  # fmt: skip
+    residual: float = _option(
+        0.0,
+        "how much of the drift of the residual stream the layers that write to it (o, down) are to undo, 0 to 1; with order",
+        CALIBRATION, least=0, metavar="SHARE",
+    )  # fmt: skip
     token_weights: float = _option(
         0.0,
         "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
@@ -147,13 +152,19 @@ class Recipe:
     def _check_targets(self) -> None:
         if isinstance(self.drift, str) and self.drift != "auto" or not isinstance(self.drift, str) and not self.drift <= 1:
             raise ValueError(f"drift must be a share from 0 to 1, or 'auto', got {self.drift!r}")
-        if self.propagate == "dense" and (self.drift or self.order):
-            which = "drift" if self.drift else "order"
-            raise ValueError(f"{which} is about the pruned model's activations, so propagate='dense' contradicts it: leave one out")
-        if self.drift and self.update == "none":
-            raise ValueError("drift changes what the kept weights are solved for, and update='none' leaves them: use drift=0")
-        if self.drift and self.damping == 0:
-            raise ValueError("drift needs a damping above 0, e.g. 0.01")
+        if not self.residual <= 1:
+            raise ValueError(f"residual must be a share from 0 to 1, got {self.residual!r}")
+        if self.residual and not self.order:
+            raise ValueError("residual needs order=True: a layer must be pruned after those before it")
+        for name in ("order", "drift", "residual"):
+            if not getattr(self, name):
+                continue
+            if self.propagate == "dense":
+                raise ValueError(f"{name} is about the pruned model's activations, so propagate='dense' contradicts it: leave one out")
+            if name != "order" and self.update == "none":
+                raise ValueError(f"{name} changes what the kept weights are solved for, and update='none' leaves them: use {name}=0")
+            if name != "order" and self.damping == 0:
+                raise ValueError(f"{name} needs a damping above 0, e.g. 0.01")
 
     def _check_amount(self) -> None:
         for each in self.pattern.values() if isinstance(self.pattern, Mapping) else [self.pattern, self.sparsity]:

@@ -38,7 +38,7 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
     clock = [time.perf_counter()]
     views = [layer.view for layer in layers]
     hessian_NN, tokens = grams.hessian(views[0]), grams.tokens(views[0])
-    asked = asked_weights(views, grams, method.drift, method.damping)
+    asked = asked_weights(views, grams, method.drift, method.residual, method.damping)
     dense_NK, selection, note = choose_masks(layers, asked, hessian_NN, tokens, method)
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, hessian_NN, selection, method, idle=tokens == 0)

@@ -19,7 +19,7 @@ from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.model.routing import Routing
 from qprecon.llm.statistics.gram import Gram
-from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs
+from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs, silenced
 
 TokenWeights = Mapping[str, Sequence[torch.Tensor]]  # layer -> for each sample the weights of its tokens, (B·T,)
 
@@ -28,12 +28,15 @@ TokenWeights = Mapping[str, Sequence[torch.Tensor]]  # layer -> for each sample 
 class Beside:
     """The dense model's side of a block: what enters it, and the weights of its layers.
 
-    held_out: how many samples, the last ones, are held out of the drift, for estimates of what it explains.
+    held_out: how many samples, the last ones, are held out of the drift, for estimates of what it explains. silent: the one layer
+    whose matrices are wanted and those that the block calls after it, if the drift of the residual stream that it writes to is wanted
+    too: with these layers silenced the block's output is that stream.
     """
 
     inputs: BlockInputs
     weights: DenseWeights
     held_out: int = 0
+    silent: Sequence[LinearView] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class BlockGrams:
         if gram is None or gram.drift_NN is None:
             return None
         return gram.drift_NN if gram.drift_tokens == gram.tokens else gram.drift_NN * (gram.tokens / gram.drift_tokens)
+
+    def residual(self, view: LinearView) -> torch.Tensor | None:
+        """Σ s_t x_t (r'_t − r_t)ᵀ (N, K), float32, see `Gram`; None where it was not asked for."""
+        return self.by_name[view.name].residual_NK if view.name in self.by_name else None
 
     def held(self, view: LinearView) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Rows of what was held out of the drift, see `Gram`."""
@@ -118,7 +125,8 @@ class _Pass:
     weights: TokenWeights
 
     def collected(self, keep_outputs: bool, share: bool, may_stop: bool) -> BlockGrams:
-        accumulator = _Accumulator(self.views, share, may_stop, self.weights, paired=self.beside is not None)
+        whole = keep_outputs or (self.beside is not None and bool(self.beside.silent))
+        accumulator = _Accumulator(self.views, share, may_stop and not whole, self.weights, self.beside is not None, whole)
         routing = Routing(self.block)
         outputs: list[torch.Tensor] = []
         with torch.no_grad():
@@ -130,7 +138,9 @@ class _Pass:
                 if self.beside is not None:
                     accumulator.held_out = sample >= self.inputs.n_samples - self.beside.held_out
                     with self.beside.weights.in_place():
-                        self.run(self.beside.inputs, sample, accumulator.observe_dense, routing.replayed)
+                        dense = self.run(self.beside.inputs, sample, accumulator.observe_dense, routing.replayed)
+                    if self.beside.silent:
+                        accumulator.add_residual(self.views[0], output, dense)
                 accumulator.end_sample()
             for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
                 gram.finish()
@@ -142,6 +152,8 @@ class _Pass:
             if routing is not None:
                 stack.enter_context(routing())
             stack.enter_context(observed_inputs(self.block, self.views, observe))
+            if self.beside is not None:
+                stack.enter_context(silenced(self.beside.silent))
             try:
                 return inputs.run(self.block, self.index, sample)
             except Enough:
@@ -160,11 +172,13 @@ class _Accumulator:
     may_stop: bool
     weights: TokenWeights
     paired: bool = False
+    whole: bool = False  # whether the dense stream's block is to run to its end, too
     grams: dict[str, Gram] = field(default_factory=dict)
     fresh: dict[tuple, Gram] = field(default_factory=dict)  # matrices begun in this sample, by their first tensor
     calls: dict[str, list[tuple]] = field(default_factory=dict)  # tensors that each layer was given in this sample, in order
     waiting: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # (layer, its how manieth call) -> what was added
     dense_calls: dict[str, int] = field(default_factory=dict)
+    entered: dict[str, torch.Tensor] = field(default_factory=dict)  # what was waiting for the dense stream's last tensor
     order: list[tuple[str, torch.Size]] = field(default_factory=list)  # layers and shapes of what they were given in this sample
     # The same of a whole sample, by the sample's shape.
     expected: dict[torch.Size, list[tuple[str, torch.Size]]] = field(default_factory=dict)
@@ -215,8 +229,14 @@ class _Accumulator:
         if x.shape != dense.shape:
             raise _unmatched(view)
         self.grams[view.name].add_drift(x, dense, self._weights(view, x), held_out=self.held_out)
-        if not self.waiting:
+        self.entered[view.name] = x
+        if not self.waiting and not self.whole:
             raise Enough
+
+    def add_residual(self, view: LinearView, stream: torch.Tensor, dense: torch.Tensor) -> None:
+        """What the block returns in the two streams, with this layer and those after it silenced."""
+        x = self.entered[view.name]
+        self.grams[view.name].add_residual(x, stream, dense, self._weights(view, x))
 
     def _weights(self, view: LinearView, x: torch.Tensor) -> torch.Tensor | None:
         given = self.weights.get(view.name)
@@ -244,6 +264,7 @@ class _Accumulator:
         self.fresh.clear()
         self.calls.clear()
         self.dense_calls.clear()
+        self.entered.clear()
 
     def _check_shared(self) -> None:
         given: dict[int, list[tuple]] = {}

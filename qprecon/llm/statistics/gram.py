@@ -27,7 +27,8 @@ class Gram:
 
     drift_NN: Σ s_t x_t (x'_t − x_t)ᵀ with x' the dense model's rows for the same tokens, where they were given. It is summed from
     the differences: as a difference of two Gram matrices it would be lost in their rounding. held: rows √s·(x, x' − x) of
-    samples that were held out of the drift, some thousand tokens of each, to see what it explains.
+    samples that were held out of the drift, some thousand tokens of each, to see what it explains. residual_NK: Σ s_t x_t (r'_t −
+    r_t)ᵀ, (N, K), with r the residual stream that the layer's output is added to, r' the dense model's.
     """
 
     hessian_NN: torch.Tensor
@@ -39,6 +40,7 @@ class Gram:
     filled: int = 0
     drift_NN: torch.Tensor | None = None
     drift_tokens: int = 0
+    residual_NK: torch.Tensor | None = None
     held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def add(self, x: torch.Tensor, weights_T: torch.Tensor | None = None) -> None:
@@ -68,18 +70,32 @@ class Gram:
             roots_R1 = 1.0 if weights_T is None else weights_T[every].float().sqrt().unsqueeze(1)
             self.held.append((x_TN[every].float() * roots_R1, delta_TN[every] * roots_R1))
             return
-        if weights_T is not None:
-            delta_TN *= weights_T.float().unsqueeze(1)
-        if self.drift_NN is None:
-            self.drift_NN = torch.zeros_like(self.hessian_NN)
         self.drift_tokens += len(x_TN)
+        self.drift_NN = self._cross(self.drift_NN, x_TN, delta_TN, weights_T)
+
+    def _cross(
+        self, sum_NK: torch.Tensor | None, x: torch.Tensor, delta: torch.Tensor, weights_T: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`sum_NK` plus Σ s_t x_t delta_tᵀ; delta is float32 and may be changed."""
+        x_TN, delta_TK = x.reshape(-1, x.shape[-1]), delta.reshape(-1, delta.shape[-1])
+        if weights_T is not None:
+            delta_TK = delta_TK.mul_(weights_T.float().unsqueeze(1))
+        if sum_NK is None:
+            sum_NK = torch.zeros(x_TN.shape[1], delta_TK.shape[1], dtype=torch.float32, device=x.device)
         wide = _is_wide(x_TN) and x.dtype == torch.bfloat16  # float16 has not the range for small differences
-        x_TN, delta_TN = (x_TN, delta_TN.to(x.dtype)) if wide else (x_TN.float(), delta_TN)
+        x_TN, delta_TK = (x_TN, delta_TK.to(x.dtype)) if wide else (x_TN.float(), delta_TK)
         for rows in self._panels():
             if wide:
-                self.drift_NN[rows] += torch.mm(x_TN[:, rows].t(), delta_TN, out_dtype=torch.float32)
+                sum_NK[rows] += torch.mm(x_TN[:, rows].t(), delta_TK, out_dtype=torch.float32)
             else:
-                self.drift_NN[rows].addmm_(x_TN[:, rows].t(), delta_TN)
+                sum_NK[rows].addmm_(x_TN[:, rows].t(), delta_TK)
+        return sum_NK
+
+    def add_residual(
+        self, x: torch.Tensor, stream: torch.Tensor, dense: torch.Tensor, weights_T: torch.Tensor | None = None
+    ) -> None:
+        """Add Σ s_t x_t (dense_t − stream_t)ᵀ; x is (…, N), the two others (…, K), of the same tokens."""
+        self.residual_NK = self._cross(self.residual_NK, x, dense.float() - stream.float(), weights_T)
 
     def accumulate(self, x_TN: torch.Tensor) -> None:
         """One product, of the upper panels only where H is large."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -54,6 +55,45 @@ def identity(x: torch.Tensor) -> tuple:
     # Changes of an inference tensor are not counted, so it is never taken for one seen before.
     version = object() if x.is_inference() else x._version
     return x.data_ptr(), x.shape, x.stride(), x.dtype, version
+
+
+@contextmanager
+def silenced(views: Sequence[LinearView]) -> Iterator[None]:
+    """While open, these layers, none of which is an expert's, return zeros and compute nothing."""
+
+    def zeros(x: torch.Tensor, width: int) -> torch.Tensor:
+        return x.new_zeros(*x.shape[:-1], width)
+
+    try:
+        for view in views:
+            view.module.forward = partial(zeros, width=view.n_outputs)
+        yield
+    finally:
+        for view in views:
+            view.module.__dict__.pop("forward", None)
+
+
+def writes_to_stream(
+    block: nn.Module, view: LinearView, later: Sequence[LinearView], inputs: BlockInputs, index: int
+) -> bool:
+    """Whether what the layer returns is added to the residual stream as it is: the block's output with the layers called later
+    silenced is then what it is without this layer, plus what this layer returns. Looked up with the first sample.
+    """
+    if any(each.expert is not None or "forward" in vars(each.module) for each in (view, *later)):
+        return False
+    returned: list[torch.Tensor] = []
+    handle = view.module.register_forward_hook(lambda module, args, output: returned.append(output))
+    try:
+        with torch.no_grad(), silenced(later):
+            whole = inputs.run(block, index, 0)
+    finally:
+        handle.remove()
+    if len(returned) != 1 or returned[0].shape != whole.shape:
+        return False
+    with torch.no_grad(), silenced([view, *later]):
+        stream = inputs.run(block, index, 0)
+    away = (stream.float() + returned[0].float() - whole.float()).norm()
+    return bool(returned[0].norm() > 0) and bool(away <= 4 * torch.finfo(whole.dtype).eps * whole.float().norm())
 
 
 def sublayers(block: nn.Module, views: Sequence[LinearView], inputs: BlockInputs, index: int) -> list[list[LinearView]]:

@@ -12,7 +12,7 @@ from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.statistics.collect import Beside, BlockGrams, collect_grams
 from qprecon.llm.statistics.gradients import LossGradients, Source
-from qprecon.llm.statistics.observe import sublayers
+from qprecon.llm.statistics.observe import sublayers, writes_to_stream
 from qprecon.llm.statistics.target import AUTO, held_out
 
 
@@ -21,13 +21,14 @@ class Statistics:
     """The activations that enter the current block, in the model pruned so far and, where targets need it, in the dense model.
 
     order: whether layers are pruned group by group as the block calls them, each group on what the pruned ones before it give.
-    drift: α of the targets, or "auto"; without it no dense stream is kept. on_dense: calibrate on the dense model's activations.
+    drift: α of the targets, or "auto"; residual: the same for the residual stream. Without both no dense stream is kept. on_dense: calibrate on the dense model's activations.
     token_power, gradients: for token weights, see `LossGradients`.
     """
 
     pruned: BlockInputs
     order: bool = False
     drift: float | str = 0.0
+    residual: float = 0.0
     on_dense: bool = False
     token_power: float = 0.0
     gradients: LossGradients | None = None
@@ -37,7 +38,7 @@ class Statistics:
     groups: list[list[LinearView]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.drift:
+        if self.drift or self.residual:
             self.dense = self.pruned.copied()  # at the first block both streams are the same
             if self.drift == AUTO:
                 held_out(self.pruned.n_samples)
@@ -57,12 +58,21 @@ class Statistics:
         """The matrices of layers of the block as it is now: those of earlier groups pruned, those of later ones dense."""
         beside = None
         if self.dense is not None and self.weights is not None:
-            beside = Beside(self.dense, self.weights, held_out(self.dense.n_samples) if self.drift == AUTO else 0)
+            aside = held_out(self.dense.n_samples) if self.drift == AUTO else 0
+            beside = Beside(self.dense, self.weights, aside, self._silent(block, index, views) if self.residual else ())
         grams = collect_grams(
             block, views, self.pruned, index, keep_outputs=self.on_dense, beside=beside, weights=self._token_weights(views)
         )
         self.outputs = grams.outputs
         return grams
+
+    def _silent(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Sequence[LinearView]:
+        """A layer that writes to the residual stream, and the layers after it; empty for other layers."""
+        if len(views) != 1:
+            return ()
+        now = next(i for i, group in enumerate(self.groups) if views[0] in group)
+        later = [view for group in self.groups[now + 1 :] for view in group]
+        return [*views, *later] if writes_to_stream(block, views[0], later, self.pruned, index) else ()
 
     def _token_weights(self, views: Sequence[LinearView]) -> Mapping[str, Sequence[torch.Tensor]]:
         if self.gradients is None:

@@ -26,6 +26,19 @@ def prune(model, samples, **settings):
     return prune_model(model, samples, progress=False, **({"backend": "cholesky"} | settings))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("more", [{}, {"drift": 0.5, "token_weights": 0.5}], ids=["alone", "with the others"])
+def test_the_residual_stream_against_the_slow_way(family, more):
+    test_against_the_slow_way(family, {"order": True, "residual": 0.5} | more)
+
+
+def test_a_layer_behind_a_norm_does_not_write_to_the_stream():
+    model, other = build("gemma3"), build("gemma3")
+    prune(model, tokens(4), order=True, residual=0.5)
+    prune(other, tokens(4), order=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ", ".join(settings))
 def test_against_the_slow_way(family, settings):
@@ -95,6 +108,7 @@ def test_alpha_from_the_data():
 @pytest.mark.parametrize("settings, words", [
     ({"drift": 1.5}, "drift"), ({"drift": "much"}, "drift"), ({"drift": -0.1}, "drift"), ({"token_weights": -1}, "token_weights"),
     ({"drift": 0.5, "propagate": "dense"}, "propagate"), ({"order": True, "propagate": "dense"}, "propagate"),
+    ({"residual": 0.5}, "order"), ({"residual": 2.0, "order": True}, "residual"),
     ({"drift": 0.5, "update": "none"}, "update"), ({"drift": 0.5, "damping": 0.0}, "damping"),
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(settings, words):

@@ -19,6 +19,13 @@ GROUPS = {
 }
 
 
+# Whose input the residual stream is where these layers add to it.
+STREAMS = {
+    "llama": {"o_proj": "input_layernorm", "down_proj": "post_attention_layernorm"},
+    "gpt2": {"attn.c_proj": "ln_1", "mlp.c_proj": "ln_2"},
+}
+
+
 def doubled(model):
     return copy.deepcopy(model).double()
 
@@ -41,6 +48,19 @@ def inputs_seen(views):
     finally:
         for handle in handles:
             handle.remove()
+
+
+def stream_of(model, index, name, family, samples):
+    """The residual stream that the layer `name` of a block adds to, (all tokens, K)."""
+    end = next(end for end in STREAMS[family] if name.endswith(end))
+    block, seen = find_blocks(model)[index].module, []
+    norm = block.get_submodule(STREAMS[family][end])
+    handle = norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach()))
+    with torch.no_grad():
+        for sample in samples:
+            model(sample.reshape(1, -1), use_cache=False)
+    handle.remove()
+    return torch.cat([x.reshape(-1, x.shape[-1]) for x in seen])
 
 
 def inputs_of(model, views, samples):
@@ -89,11 +109,11 @@ def grams(x_TN, dense_TN, s_T):
     return left_NT @ x_TN, left_NT @ delta_TN, (s_T.unsqueeze(1) * delta_TN).T @ delta_TN
 
 
-def pruned(model, samples, family, sparsity=0.5, damping=0.01, order=False, drift=0.0, power=0.0):
+def pruned(model, samples, family, sparsity=0.5, damping=0.01, order=False, drift=0.0, power=0.0, residual=0.0):
     """A float64 copy of the model, pruned with Wanda's masks and optimal weights, layer by layer with dense solves."""
     dense, result = doubled(model), doubled(model)
     squares = squared_gradients(model, samples) if power else {}
-    for views, dense_views in zip(views_of(result), views_of(dense), strict=True):
+    for index, (views, dense_views) in enumerate(zip(views_of(result), views_of(dense), strict=True)):
         groups = [[view for name in names for key, view in views.items() if key.endswith(name)] for names in GROUPS[family]]
         x_dense, x_first = inputs_of(dense, dense_views, samples), inputs_of(result, views, samples)
         for group in groups:
@@ -104,11 +124,15 @@ def pruned(model, samples, family, sparsity=0.5, damping=0.01, order=False, drif
                 hessian_NN, drift_NN, _ = grams(x[view.name], x_dense[view.name], s_T)
                 ridge_NN = damping * hessian_NN.diagonal().mean() * torch.eye(len(hessian_NN), dtype=torch.float64)
                 w_NK = view.weights_NK(torch.float64)
-                asked_NK = w_NK + drift * torch.linalg.solve(hessian_NN + ridge_NN, drift_NN @ w_NK)
+                more_NK = drift * drift_NN @ w_NK
+                if residual and view.name.endswith(tuple(STREAMS[family])):
+                    there, here = (stream_of(each, index, view.name, family, samples) for each in (dense, result))
+                    more_NK = more_NK + residual * (s_T.unsqueeze(1) * x[view.name]).T @ (there - here)
+                asked_NK = w_NK + torch.linalg.solve(hessian_NN + ridge_NN, more_NK)
                 score_NK = asked_NK.abs() * hessian_NN.diagonal().sqrt().unsqueeze(1)
                 gone = int(sparsity * len(w_NK))
                 new_NK = torch.zeros_like(w_NK)
-                rhs_NK = (hessian_NN + drift * drift_NN + ridge_NN) @ w_NK
+                rhs_NK = (hessian_NN + ridge_NN) @ w_NK + more_NK
                 for k in range(w_NK.shape[1]):
                     kept = score_NK[:, k].argsort()[gone:]
                     system = (hessian_NN + ridge_NN)[kept][:, kept]
