@@ -47,7 +47,8 @@ from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import TokenWindows, cut_windows
 from qprecon.llm.evaluation.perplexities import PerplexityResult
-from qprecon.llm.evaluation.tasks import PAPER_TASKS, TaskScores, check_tasks, evaluate_tasks
+from qprecon.llm.evaluation.scores import PAPER_TASKS, TaskScores
+from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.loading import choose_device, load_causal_lm
 from qprecon.llm.model.targets import ATTENTION

@@ -15,7 +15,8 @@ import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
 from qprecon.llm.model.targets import ATTENTION
-from qprecon.llm.pruning.recipe import Recipe, Run, default_text, options
+from qprecon.llm.settings.options import default_text, flag_of, options
+from qprecon.llm.settings.recipe import Recipe, Run
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -72,7 +73,7 @@ def test_the_help_names_the_defaults():
     for of in (Recipe, Run):
         for each, option in options(of):
             default = default_text(each, option)
-            flag = option.flag or "--" + each.name.replace("_", "-")
+            flag = flag_of(each.name, option)
             assert " ".join(option.help.split()) in text and flag in text, each.name
             assert not default or f"(default {default})" in text.split(f"{flag} ")[-1].split(" --")[0], each.name
 
@@ -280,8 +281,8 @@ from qprecon.llm.storage import sources
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 finish = sources.DiskBlocks.finish
-def finish_and_stop(source, index, rows):
-    finish(source, index, rows)
+def finish_and_stop(source, index, *more):
+    finish(source, index, *more)
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 sources.DiskBlocks.finish = finish_and_stop
 sys.exit(cli.main(sys.argv[2:]))

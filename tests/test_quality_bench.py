@@ -24,8 +24,8 @@ def bench(monkeypatch, tmp_path):
     texts.mkdir(parents=True)
     documents = "".join(json.dumps({"text": words(60, i)}) + "\n" for i in range(8))
     for name, text in {
-        "wiki.test.raw.gz": words(200, 7) + "\n", "wiki.valid.raw.gz": words(150, 8) + "\n", "wikitext2_train_5k.txt.gz": words(500),
-        "c4_train_first1000.jsonl.gz": documents, "c4_validation_2k.jsonl.gz": documents,
+        "wiki.test.raw.gz": words(200, 7) + "\n", "wiki.valid.raw.gz": words(150, 8) + "\n",
+        "wikitext2_train_5k.txt.gz": words(500), "c4_train_first1000.jsonl.gz": documents, "c4_validation_2k.jsonl.gz": documents,
     }.items():  # fmt: skip
         with gzip.open(texts / name, "wt", encoding="utf-8", newline="\n") as file:
             file.write(text)
@@ -65,7 +65,7 @@ def test_windows_that_are_measured_on_are_not_calibrated_on(bench):
     model, tokenizer = quality.load_causal_lm(parsed.model, device="cpu", dtype="float32")
     opened = quality.Bench(model, tokenizer, "toy", parsed)
     for start, file in ((0, "wikitext2_train_5k.txt.gz"), (10**4, "c4_train_first1000.jsonl.gz")):
-        opened.texts[file] = torch.arange(start, start + 12 * 32).reshape(12, 32)  # the toy's own text says the same again and again
+        opened.texts[file] = torch.arange(start, start + 12 * 32).reshape(12, 32)  # the toy's own text repeats itself
     mixed = Case("wikitext2+c4", split="validation")
     calibration = {tuple(row.tolist()) for row in opened.calibration(mixed)}
     assert len(calibration) == 4 and calibration.isdisjoint(tuple(row.tolist()) for row in opened.evaluation(mixed)["c4"])

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args
 
-from qprecon.llm.pruning.recipe import SHORTHANDS, Option, Recipe, Run, default_text, options, type_hints
+from qprecon.llm.settings.options import Option, default_text, flag_of, options, type_hints
+from qprecon.llm.settings.recipe import SHORTHANDS, Recipe, Run
 
 _POSITIONAL = ("model", "out")
 
@@ -22,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         return groups.setdefault(option.group, parser.add_argument_group(option.group))
 
     hints = {**type_hints(Recipe), **type_hints(Run)}
-    amount = group_of(next(option for each, option in options() if each.name == "pattern")).add_mutually_exclusive_group()
+    amount = group_of(next(option for each, option in options(Recipe) if each.name == "pattern")).add_mutually_exclusive_group()
     for of in (Recipe, Run):
         for each, option in options(of):
             if each.name not in _POSITIONAL:
@@ -31,13 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, option in SHORTHANDS.items():
         switch = {} if option.metavar else {"action": "store_true"}
         value = {"metavar": option.metavar} if option.metavar else {}
-        group_of(option).add_argument(_flag(name, option), dest=name, help=_escaped(option.help), **switch, **value)
+        group_of(option).add_argument(flag_of(name, option), dest=name, help=_escaped(option.help), **switch, **value)
 
 
 def _add(group: Any, each: dataclasses.Field, option: Option, hint: Any) -> None:
     default = default_text(each, option)
     text = _escaped(option.help + (f" (default {default})" if default else ""))
-    flag = _flag(each.name, option)
+    flag = flag_of(each.name, option)
     group.add_argument(flag, dest=each.name, help=text, **_kind(each, option, hint))
 
 
@@ -47,21 +48,22 @@ def _kind(each: dataclasses.Field, option: Option, hint: Any) -> dict[str, Any]:
     if option.choices:
         return {"choices": option.choices}
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction} if each.default else {"action": "store_true"}
+        return {"action": "store_true"} if each.default is False else {"action": argparse.BooleanOptionalAction}
     if option.metavar == "KEY=VALUE":
         return {"type": key_value, "action": "append", "metavar": option.metavar}
     if any(getattr(member, "__origin__", None) is not None for member in members) and option.metavar != "N:M":
         return {"nargs": "+", "metavar": option.metavar}
     if option.metavar == "N:M" or not {int, float} & set(members):
         return {"metavar": option.metavar}
-    return {"type": number(int if int in members else float, percent=str in members), "metavar": option.metavar}
+    kind, percent = int if int in members else float, str in members and not option.words
+    return {"type": number(kind, percent, option.words), "metavar": option.metavar}
 
 
-def number(kind: type, percent: bool = False) -> Callable[[str], Any]:
-    """Reads a number, or a percentage as it is; what it says of anything else names what may have been meant."""
+def number(kind: type, percent: bool = False, known: tuple[str, ...] = ()) -> Callable[[str], Any]:
+    """Reads a number; a percentage or one of the `known` words as it is. What it says of anything else names what may be meant."""
 
     def read(text: str) -> Any:
-        if percent and text.strip().endswith("%"):
+        if text in known or (percent and text.strip().endswith("%")):
             return text
         try:
             return kind(text)
@@ -91,10 +93,6 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
     found = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     pairs = {name for name in found if name.endswith("_options")}
     return {name: dict(value) if name in pairs else value for name, value in found.items()}
-
-
-def _flag(name: str, option: Option) -> str:
-    return option.flag or "--" + name.replace("_", "-")
 
 
 def _escaped(text: str) -> str:

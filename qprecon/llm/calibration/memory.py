@@ -78,10 +78,12 @@ def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Cal
 _PASS = 2**24  # numbers in the hidden state of one forward pass on a GPU
 
 
-def windows_together(model: nn.Module, windows: Sequence[torch.Tensor], device: torch.device) -> int:
-    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16."""
+def windows_together(
+    model: nn.Module, windows: Sequence[torch.Tensor], device: torch.device, most: int | None = None
+) -> int:
+    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16, or `most`."""
     if device.type == "cpu":
         return 1
     longest = max(window.numel() for window in windows)
     width = model.get_input_embeddings().embedding_dim
-    return int(min(max(_PASS // (longest * width), 1), 16))
+    return int(min(max(_PASS // (longest * width), 1), most or 16))

@@ -14,8 +14,10 @@ import torch
 from qprecon._options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
+from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import check_unwrapped, load_causal_lm, load_config
+from qprecon.llm.model.loading import load_causal_lm, load_config
+from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
@@ -110,7 +112,8 @@ def perplexity(
         raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
     check_windows(model, list(tokens))
     start = time.perf_counter()
-    total = _total_nll(model, tokens, batch_size, autocast, progress)
+    with computing_on(model.get_input_embeddings().weight.device):
+        total = _total_nll(model, tokens, batch_size, autocast, progress)
     seconds = time.perf_counter() - start
     targets = tokens.shape[0] * (seqlen - 1)
     return PerplexityResult(

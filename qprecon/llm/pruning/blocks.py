@@ -14,23 +14,26 @@ from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks import get_selector
-from qprecon.llm.pruning.measure import finished_rows
+from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
+from qprecon.llm.pruning.measure import finished_rows, kept_masks
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Plan
+from qprecon.llm.pruning.refine import WINDOWS, Refinement
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
 from qprecon.llm.statistics.statistics import Statistics
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.storage.in_memory import MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
 
 _GRADIENTS = "gradients"  # the name that they are kept under, for a run that continues
 
 
 def prune_blocks(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor],
-    store: Any, log: RunLog,
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, rule: Owl | ByLoss | None,
+    samples: list[torch.Tensor], store: Any, log: RunLog,
 ) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
     """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
     rows = list(source.rows)
@@ -44,14 +47,13 @@ def prune_blocks(
             with log.phase("learn masks"):
                 method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))
         with log.phase("capture"):
-            inputs = source.capture(samples, store, streams=2 if method.drift or method.residual else 1)
-            statistics = Statistics(
-                inputs, method.order, method.drift, method.residual, method.propagate == "dense", method.token_weights
-            )
-        if method.token_weights:
+            statistics = _statistics(source, method, samples, store)
+            refinement = Refinement(method, statistics) if method.refine != "none" else None
+        if method.token_weights or isinstance(rule, ByLoss):
             with log.phase("gradients"):
                 log.step("gradients", 0)
-                statistics.gradients = _gradients(source, plan, inputs, samples, log)
+                statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log)
+            plan = loss_plan(plan, gradients, rule) if isinstance(rule, ByLoss) else plan
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
                 if index >= source.finished:
@@ -64,16 +66,29 @@ def prune_blocks(
                         for group in grouped(layers, grams, method):
                             drafts += prune_group(group, grams, method)
                             log.step(block.name, len(group), layer=group[-1].view.name)
+                        if refinement is not None:
+                            with log.phase("refine"):
+                                refinement.after(module, index, [layer.view for layer in layers])
                     rows += (new := finished_rows(drafts))
                     log.add_rows(new)
-                    source.finish(index, new)
+                    source.finish(index, new, kept_masks(drafts))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if index < plan.last:
                         with_room(statistics, log.note, block.name, partial(statistics.advance, module, index))
             if index < source.finished:
                 statistics.pass_finished(source, index)
+    if refinement is not None:
+        log.note(refinement.described())
     return rows, statistics.store
+
+
+def _statistics(source: MemoryBlocks | DiskBlocks, method: Method, samples: list[torch.Tensor], store: Any) -> Statistics:
+    refined = method.refine != "none"
+    beside = bool(method.drift or method.residual or refined)
+    inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None)
+    on_dense = method.propagate == "dense"
+    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, method.token_weights)
 
 
 def _in_order(

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-import qprecon
 from qprecon.llm.calibration.windows import describe_source
-from qprecon.llm.masks.given import load_masks
-from qprecon.llm.masks.packed import write_masks
-from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
-from qprecon.llm.pruning.allocation import Owl, owl_asked, owl_plan
+from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
 from qprecon.llm.pruning.blocks import prune_blocks
-from qprecon.llm.pruning.half import half_precision_hint
+from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.origin import Found, find_model
-from qprecon.llm.pruning.plan import (
-    Plan,
-    calibration_samples,
-    check_choices,
-    check_method,
-    plan_layers,
-    with_given_masks,
-)
-from qprecon.llm.pruning.recipe import Recipe, as_recipe, takes_settings
+from qprecon.llm.pruning.origin import find_model, open_source
+from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from qprecon.llm.reporting.log import RunLog
-from qprecon.llm.reporting.report import LayerRow, PruneReport
-from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.reporting.outcome import outcome
+from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.settings.options import takes
+from qprecon.llm.settings.recipe import Recipe, as_recipe
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
 
-@takes_settings
+@takes(Recipe)
+@on_its_device
 @torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
 def prune_model(
     model: nn.Module | str | Path,
@@ -73,7 +62,7 @@ def prune_model(
         progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
             True the same call continues it, with the same weights as an uninterrupted run; False starts over.
-        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.masks.packed`).
+        save_masks: also write the masks that were used to `out`, a bit a weight (`qprecon.llm.masks.packed`).
         **settings: fields of `Recipe` by name, in place of those of `recipe`.
 
     Returns:
@@ -84,6 +73,7 @@ def prune_model(
             unfinished run with other settings beside `out` (the differences are named).
         OSError: a file that cannot be written; blocks finished before are kept.
     """
+    assert isinstance(device, torch.device)  # chosen by `on_its_device`
     recipe = as_recipe(recipe, settings)
     log = RunLog(progress, notes=recipe.without_effect())
     if save_masks and out is None:
@@ -93,12 +83,12 @@ def prune_model(
             given, out = out, check_output(out)
             if Path(given).expanduser().is_symlink():
                 log.note(f"{given} is a link: the model is written to {out}")
-        device = choose_device(device)
         if store not in (None, "auto"):
             choose_device(store, "store")
-        owl = owl_asked(recipe)
-        recorded = _recorded(recipe, owl) | {"out": out, "device": str(device), "store": store}
-        method = Method(**recipe.settings())
+        rule = allocation_asked(recipe)
+        recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store, "save_masks": save_masks}
+        recorded["allocation_options"] = rule and rule.options
+        method = Method(**recipe.settings(), keep_masks=save_masks)
         check_choices(method, device)
         with log.library_bars():
             found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, log)
@@ -108,118 +98,30 @@ def prune_model(
         if out is not None and found.shards is None:
             check_writable(found.model)
         samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
-        source = _open_source(found, plan, samples, recorded, method, out, device, resume, log)
+        source = open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
         if hint := half_precision_hint(plan, recipe.dtype, device):
             log.note(hint)
         log.say_notes()
         with log.bar(plan.n_layers, blocks=sum(map(bool, plan.layers))):
-            if owl is not None and source.finished <= plan.last:
-                plan = owl_plan(source, plan, samples, owl, store, log)
-            rows, kept_on = prune_blocks(source, plan, method, samples, store, log)
+            if isinstance(rule, Owl) and source.finished <= plan.last:
+                plan = owl_plan(source, plan, samples, rule, store, log)
+            rows, kept_on = prune_blocks(source, plan, method, rule, samples, store, log)
         source.close()
     finally:
         source.stop()
     recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     recorded |= {"calibration": describe_source(calibration), "seqlen": max(sample.numel() for sample in samples)}
-    report = _report(source, plan, rows, recorded, log)
+    report = outcome(rows, plan.excluded, source.zeros(rows), recorded, log)
     if out is not None:
         with log.phase("save"):
+            masks = source.masks() if save_masks else None
             if found.shards is None:
                 with log.library_bars():
-                    save_model(found.model, report, out, found.tokenizer)
+                    save_model(found.model, report, out, found.tokenizer, masks)
             else:
-                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
-            if save_masks:
-                write_masks(out, _stored_masks(found, plan, out))
+                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer, masks)
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
 
 
-def _recorded(recipe: Recipe, owl: Owl | None) -> dict[str, Any]:
-    """The settings as the report and an unfinished run's fingerprint have them: plain, and the pattern in one place."""
-    settings = {name: value for name, value in recipe.settings().items() if name != "sparsity"}
-    settings["pattern"] = _described(recipe.amount) if recipe.amount_stated or recipe.mask != "given" else "given"
-    settings["allocation_options"] = owl and owl.options
-    settings["mask_options"] = {key: value for key, value in recipe.mask_options.items() if key != "masks"}
-    return settings
-
-
-def _open_source(
-    found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
-    resume: bool, log: RunLog,
-) -> MemoryBlocks | DiskBlocks:  # fmt: skip
-    if found.shards is None:
-        return MemoryBlocks(found.model, plan.blocks, device, log)
-    fingerprint = {
-        **_versions(),
-        "model files": found.shards.identity,
-        "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
-        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
-        "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
-        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
-        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
-        "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
-    }
-    journal = Journal.begin(partial_folder(out), fingerprint, resume)
-    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
-    for file in journal.damaged:
-        log.note(f"{file} of the earlier run is damaged and is made again")
-    if source.compared:
-        log.note("the model's files have other times than before: what had been read of them was compared and is the same")
-    if source.finished:
-        log.note(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
-    return source
-
-
-def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
-    """Which stored weights are not 0, layer -> bool (N, K); read back where the model was written block by block."""
-    views = [layer.view for layers in plan.layers for layer in layers]
-    if found.shards is None:
-        return {view.name: view.weights_NK() != 0 for view in views}
-    stored = {view.name: view.stored_as for view in views}
-    return load_masks(out, names=list(stored), stored=stored)
-
-
-def _described(pattern: Any) -> Any:
-    if isinstance(pattern, Mapping):
-        return {key: str(Pattern.parse(value)) for key, value in pattern.items()}
-    return str(Pattern.parse(pattern))
-
-
-def _report(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, rows: list[LayerRow], settings: dict, log: RunLog
-) -> PruneReport:
-    zeros, total = source.zeros(rows)
-    idle = [row.name for row in rows if row.tokens == 0]
-    emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
-    notes = list(log.notes)
-    if not any(row.zeros for row in rows):
-        notes.append("no weight was pruned" + (": the given masks keep all" if settings["mask"] == "given" else ""))
-    if emptied:
-        notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
-    fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]
-    if fuller and settings["mask"] != "given":
-        notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
-    if idle:
-        notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
-    return PruneReport(
-        layers=tuple(rows),
-        sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),
-        model_sparsity=zeros / total,
-        parameters=total,
-        settings=settings,
-        versions=_versions(),
-        phase_seconds=dict(log.seconds),
-        excluded=plan.excluded,
-        warnings=tuple(notes),
-    )
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "qprecon": qprecon.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }

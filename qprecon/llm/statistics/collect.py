@@ -29,8 +29,8 @@ class Beside:
     """The dense model's side of a block: what enters it, and the weights of its layers.
 
     held_out: how many samples, the last ones, are held out of the drift, for estimates of what it explains. silent: the one layer
-    whose matrices are wanted and those that the block calls after it, if the drift of the residual stream that it writes to is wanted
-    too: with these layers silenced the block's output is that stream.
+    whose matrices are wanted and those that the block calls after it, if the drift of the residual stream that it writes to is
+    wanted too: with these layers silenced the block's output is that stream.
     """
 
     inputs: BlockInputs

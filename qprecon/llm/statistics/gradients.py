@@ -24,7 +24,8 @@ from qprecon.llm.model.linears import LinearView
 
 TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, their weights are on the device together
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
-_KINDS = ("squares", "energies")
+_KINDS = ("squares", "energies", "costs")
+COST_BINS, _LOWEST, _WIDTH = 4096, -160.0, 1 / 16  # of log2(w²·energy)
 _FLOAT16_SCALE = 1024.0  # of the loss: many gradients are below float16's smallest numbers
 
 
@@ -46,14 +47,16 @@ class Source(Protocol):
 class LossGradients:
     """What the loss's gradient says of layers, by name.
 
-    squares: the mean over outputs of (∂loss/∂y_t)² for each token, float32 (all tokens,), on the host. energies: Σ over tokens of
-    squares · x_t², float32 (N,), on the host: how much the loss depends on the weights of an input. sizes: how many tokens each
-    sample has. Layers of experts, which not all tokens reach, are left out.
+    squares: the mean over outputs of (∂loss/∂y_t)² for each token, float32 (all tokens,). energies: Σ over tokens of squares·x_t²,
+    float32 (N,): how much the loss depends on the weights of an input. costs: how many weights have a w²·energy in each of
+    `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). All on
+    the host. sizes: how many tokens each sample has. Layers of experts, which not all tokens reach, are left out.
     """
 
     sizes: list[int] = field(default_factory=list)
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
     energies: dict[str, torch.Tensor] = field(default_factory=dict)
+    costs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is needed to make the same again: `of` these and the inputs."""
@@ -109,7 +112,7 @@ def loss_gradients(
                 following[sample] = _backward(modules, indices, hidden, following[sample], inputs, sample)
             if not bool(torch.stack([gradient.isfinite().all() for gradient in following]).all()):
                 raise ValueError(f"{source.blocks[first].name}: the loss's gradient is not finite here; use token_weights=0")
-        found.end_blocks()
+            found.end_blocks({view.name: view for index in indices for view in layers[index]})
     return gradients
 
 
@@ -185,6 +188,13 @@ def _backward(
     return stored(result, inputs.store)
 
 
+def cost_counts(weights_NK: torch.Tensor, energy_N: torch.Tensor) -> torch.Tensor:
+    """The histogram of log2(w²·energy), (COST_BINS,) int64, on the host."""
+    logs_NK = 2 * weights_NK.abs().log2() + energy_N.log2().unsqueeze(1)  # the product itself may be below all floats
+    bins_NK = ((logs_NK - _LOWEST) / _WIDTH).clamp(0, COST_BINS - 1).nan_to_num(0).long()
+    return torch.bincount(bins_NK.reshape(-1), minlength=COST_BINS).cpu()
+
+
 @dataclass
 class _Found:
     """Gradients at the outputs of some blocks' layers as they come up, sample by sample."""
@@ -223,12 +233,13 @@ class _Found:
         known_N = self.gradients.energies.get(view.name)
         self.gradients.energies[view.name] = energy_N if known_N is None else known_N + energy_N
 
-    def end_blocks(self) -> None:
+    def end_blocks(self, views: Mapping[str, LinearView]) -> None:
         """Keep what belongs to each token once: not of a layer that is called twice, or for other rows than the tokens."""
         for name, parts in self.parts.items():
             if [len(part) for part in parts] == self.gradients.sizes:
-                self.gradients.squares[name] = torch.cat(parts).cpu()
-                self.gradients.energies[name] = self.gradients.energies[name].cpu()
+                energy_N = self.gradients.energies[name]
+                self.gradients.squares[name], self.gradients.energies[name] = torch.cat(parts).cpu(), energy_N.cpu()
+                self.gradients.costs[name] = cost_counts(views[name].weights_NK(), energy_N)
             else:
                 self.gradients.energies.pop(name, None)
         self.parts.clear()

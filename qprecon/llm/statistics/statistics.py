@@ -21,7 +21,8 @@ class Statistics:
     """The activations that enter the current block, in the model pruned so far and, where targets need it, in the dense model.
 
     order: whether layers are pruned group by group as the block calls them, each group on what the pruned ones before it give.
-    drift: α of the targets, or "auto"; residual: the same for the residual stream. Without both no dense stream is kept. on_dense: calibrate on the dense model's activations.
+    drift: α of the targets, or "auto"; residual: β. beside: whether the dense model's activations are wanted in any case.
+    on_dense: calibrate on them.
     token_power, gradients: for token weights, see `LossGradients`.
     """
 
@@ -29,6 +30,7 @@ class Statistics:
     order: bool = False
     drift: float | str = 0.0
     residual: float = 0.0
+    beside: bool = False
     on_dense: bool = False
     token_power: float = 0.0
     gradients: LossGradients | None = None
@@ -38,7 +40,7 @@ class Statistics:
     groups: list[list[LinearView]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.drift or self.residual:
+        if self.drift or self.residual or self.beside:
             self.dense = self.pruned.copied()  # at the first block both streams are the same
             if self.drift == AUTO:
                 held_out(self.pruned.n_samples)
@@ -47,17 +49,21 @@ class Statistics:
     def store(self) -> torch.device:
         return self.pruned.store
 
+    @property
+    def _weighted(self) -> bool:
+        return self.gradients is not None and self.token_power > 0
+
     def in_order(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Iterator[list[LinearView]]:
         """The layers of the block of that `index` in the groups in which they are pruned, which begins now."""
         self.weights = DenseWeights(views) if self.dense is not None else None
-        needed = views and (self.order or self.gradients is not None)
+        needed = views and (self.order or self._weighted)
         self.groups = sublayers(block, views, self.pruned, index) if needed else [list(views)]
         yield from self.groups if self.order else filter(None, [list(views)])
 
     def collect(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> BlockGrams:
         """The matrices of layers of the block as it is now: those of earlier groups pruned, those of later ones dense."""
         beside = None
-        if self.dense is not None and self.weights is not None:
+        if (self.drift or self.residual) and self.dense is not None and self.weights is not None:
             aside = held_out(self.dense.n_samples) if self.drift == AUTO else 0
             beside = Beside(self.dense, self.weights, aside, self._silent(block, index, views) if self.residual else ())
         grams = collect_grams(
@@ -65,6 +71,17 @@ class Statistics:
         )
         self.outputs = grams.outputs
         return grams
+
+    def following(self, views: Sequence[LinearView]) -> list[LinearView]:
+        """The group after that of these layers; empty where there is none, or all layers are one group."""
+        now = next(i for i, group in enumerate(self.groups) if views[0] in group)
+        return self.groups[now + 1] if self.order and now + 1 < len(self.groups) else []
+
+    def output_weights(self) -> Sequence[torch.Tensor] | None:
+        """Token weights for the output of the block: those of the layers that it calls last; None where all count alike."""
+        if self.gradients is None or not self._weighted:
+            return None
+        return next(iter(self.gradients.weights(self.groups[-1], self.token_power, self.pruned.device).values()), None)
 
     def _silent(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Sequence[LinearView]:
         """A layer that writes to the residual stream, and the layers after it; empty for other layers."""
@@ -75,7 +92,7 @@ class Statistics:
         return [*views, *later] if writes_to_stream(block, views[0], later, self.pruned, index) else ()
 
     def _token_weights(self, views: Sequence[LinearView]) -> Mapping[str, Sequence[torch.Tensor]]:
-        if self.gradients is None:
+        if self.gradients is None or not self._weighted:
             return {}
         wanted = {view.name for view in views}
         groups = [group for group in self.groups if not wanted.isdisjoint(view.name for view in group)]

@@ -2,16 +2,16 @@
 
 With X what enters the layer in the model pruned so far, X' what enters it in the dense model, H = XᵀX and D = Xᵀ(X' − X), the
 outputs asked for are Y = (X + α(X' − X))·w instead of Xw: the right-hand side is XᵀY = (H + αD)w (QEP, arXiv 2504.09629; GPTAQ,
-arXiv 2504.02692; Qronos has α = 1). A layer whose output is added to the residual stream may be asked to bring that back as well: with
-R what the stream is there in the pruned model and R' in the dense one, Y has β(R' − R) added to it.
+arXiv 2504.02692; Qronos has α = 1). A layer whose output is added to the residual stream may be asked to bring that back as well:
+with R what the stream is there in the pruned model and R' in the dense one, Y has β(R' − R) added to it.
 
 Everything that follows, the choice of masks too, is about the weights that answer it best,
 
     w̃ = (H + λI)⁻¹(XᵀY + λw) = w + (H + λI)⁻¹(αDw + βXᵀ(R' − R)),
 
-since ‖Xŵ − Y‖² and ‖X(ŵ − w̃)‖² differ by a constant, ridge included. That constant, the part of the target that no weights of these
-inputs can give, would need further Gram matrices; relative to w̃ errors and gaps have an absolute zero without it, and a certified gap
-is the stricter for it.
+since ‖Xŵ − Y‖² and ‖X(ŵ − w̃)‖² differ by a constant, ridge included. That constant, the part of the target that no weights of
+these inputs can give, would need further Gram matrices; relative to w̃ errors and gaps have an absolute zero without it, and a
+certified gap is the stricter for it.
 """
 
 from __future__ import annotations

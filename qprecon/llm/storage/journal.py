@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from filelock import BaseFileLock, FileLock, Timeout
 
 PROGRESS = "qprecon_progress"
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
@@ -33,7 +29,7 @@ class Journal:
     def __init__(self, folder: Path):
         self.folder = folder
         self.progress = folder / PROGRESS
-        self._lock: Any = None
+        self._lock: BaseFileLock | None = None
         self.damaged: list[str] = []  # files of an earlier run that are not what it wrote
         self._sound: set[str] = set()  # entries whose files were checked, or written by this process
 
@@ -66,22 +62,23 @@ class Journal:
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
-        if fcntl is None:
-            return
         self.progress.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.progress / _LOCK, "w")
+        # Where a file system has no locks, filelock would leave a file in their place, which outlives a killed process.
+        lock = FileLock(self.progress / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
+            lock.acquire()
+        except Timeout as error:
             raise BlockingIOError(f"another process is writing to {self.folder}: wait for it, or choose another output") from error
+        except PermissionError:
+            raise
         except OSError:  # a file system without locks
-            pass
+            return
+        self._lock = lock
 
     def close(self) -> None:
         """Let other processes in."""
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     def _clear(self) -> None:
@@ -96,21 +93,28 @@ class Journal:
         """What is known of a finished shard; None, and the entry is forgotten, where its file is not what was written."""
         found = self.read(f"{key}.json")
         if found is not None and key not in self._sound:
-            path = self.folder / found["file"]
-            if not path.is_file() or checksum(path) != found["checksum"]:
-                self.damaged.append(found["file"])
+            own = [(self.folder / found["file"], found["checksum"])]
+            own += [(self._masks_of(key), found["masks"])] if found.get("masks") is not None else []
+            damaged = [path for path, known in own if not path.is_file() or checksum(path) != known]
+            if damaged:
+                self.damaged += [path.name for path in damaged]
                 (self.progress / f"{key}.json").unlink()
                 return None
             self._sound.add(key)
         return found
 
-    def write_shard(self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        """Write a shard and then its entry."""
+    def write_shard(
+        self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any], masks: dict[str, torch.Tensor]
+    ) -> None:
+        """Write a shard, the packed masks of its layers if there are any, and then its entry."""
         from safetensors.torch import save_file
 
         write_atomically(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        if masks:
+            write_atomically(self._masks_of(key), lambda path: save_file(masks, path))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         known = {"file": file, "names": list(tensors), "bytes": size, "checksum": checksum(self.folder / file)}
+        known["masks"] = checksum(self._masks_of(key)) if masks else None
         self.write(f"{key}.json", {**known, **facts})
         self._sound.add(key)
 
@@ -130,6 +134,15 @@ class Journal:
             return load_file(path) if path.is_file() else None
         except SafetensorError:
             return None
+
+    def masks(self, key: str) -> dict[str, torch.Tensor]:
+        """The packed masks that were written with a shard."""
+        from safetensors.torch import load_file
+
+        return load_file(self._masks_of(key))
+
+    def _masks_of(self, key: str) -> Path:
+        return self.progress / f"{key}-masks.safetensors"
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What `write` was given under this name; None where there is nothing."""
@@ -181,7 +194,9 @@ def current_umask() -> int:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():  # there a folder cannot be opened
+        return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -10,17 +10,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qprecon.llm.masks.packed import MASKS_NAME
-from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
+from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
-REPORT_NAME = "qprecon_report.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
 # What a run may have written before reports listed their files.
@@ -101,8 +100,11 @@ def _listed(report: Path) -> frozenset[str] | None:
     return frozenset(map(str, files)) if isinstance(files, list) else None
 
 
-def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None) -> Path:
-    """Write model, tokenizer, generation config, report and model card to `out`; the folder appears complete or not at all.
+def save_model(
+    model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None
+) -> Path:
+    """Write model, tokenizer, generation config, report, model card and, if given, masks to `out`; the folder appears complete or
+    not at all.
 
     A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output`
     does.
@@ -112,7 +114,7 @@ def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any 
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         model.save_pretrained(partial)
-        _explain(partial, report, tokenizer)
+        _explain(partial, report, tokenizer, masks)
         partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
         _put(partial, out)
     except BaseException:
@@ -128,8 +130,9 @@ def partial_folder(out: str | Path) -> Path:
 
 
 def complete_folder(
-    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None
-) -> Path:
+    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None,
+    masks: Iterable[Packed] | None = None,
+) -> Path:  # fmt: skip
     """Add to the written shards what makes a model of them, and give the folder its name; `shards` as the journal has them."""
     out = check_output(out)
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
@@ -140,17 +143,20 @@ def complete_folder(
     model.config.save_pretrained(partial)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(partial)
-    _explain(partial, report, tokenizer)
-    os.sync()  # before the folder gets its name: a power cut must not leave a name without the content
+    _explain(partial, report, tokenizer, masks)
+    if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
+        os.sync()
     _put(partial, out)
     for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
         shutil.rmtree(leftover, ignore_errors=True)
     return out
 
 
-def _explain(folder: Path, report: PruneReport, tokenizer: Any) -> None:
+def _explain(folder: Path, report: PruneReport, tokenizer: Any, masks: Iterable[Packed] | None) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if masks is not None:
+        write_masks(folder, masks)
     (folder / "README.md").write_text(model_card(report), encoding="utf-8")
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}
@@ -174,7 +180,8 @@ def model_card(report: PruneReport) -> str:
         settings["update"], "rebuilt by solving each column's quadratic program (OPTIMA), certified"
     )
     gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
-    shared = " on average, shared out between blocks by OWL" if settings.get("allocation") == "owl" else ""
+    rule = {"owl": "by OWL", "loss": "by the loss's gradients"}.get(settings.get("allocation", ""))
+    shared = f" on average, shared out between blocks {rule}" if rule else ""
     base = settings.get("model")
     front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
     return (

@@ -1,8 +1,4 @@
-"""Where the blocks come from and go to: a model in memory, or a folder read and written block by block.
-
-Both have `model`, `finished` (how many blocks an earlier run did), `rows` (theirs), `capture`, `opened`,
-`finish`, `close` and `stop`.
-"""
+"""Where the blocks come from and go to: a folder, read and written block by block. `in_memory` has the same for a model."""
 
 from __future__ import annotations
 
@@ -16,79 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.capture import capture_inputs, firsts, placed
+from qprecon.llm.calibration.capture import capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
-from qprecon.llm.model.blocks import Block, check_weights
+from qprecon.llm.masks.packed import Packed
+from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Shards, stored_names
+from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
-
-
-class MemoryBlocks:
-    """The blocks of a model in memory; each visits the device."""
-
-    finished, rows = 0, ()
-
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog):
-        self.model, self.blocks, self.device, self.log = model, blocks, device, log
-        for block in blocks:  # all of them before the first is changed
-            check_weights(block)
-
-    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1) -> BlockInputs:
-        """As `capture_inputs`. streams: how many times the activations will be kept."""
-        batch = windows_together(self.model, samples, self.device)
-        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams)
-
-    @contextmanager
-    def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
-        """While open, the block is on the device; it goes back to where it was."""
-        module = self.blocks[index].module
-        home = next(module.parameters()).device
-        if home == self.device:
-            yield module
-            return
-        with self.log.phase("move"):
-            module.to(self.device)
-        try:
-            yield module
-        finally:
-            with self.log.phase("move"):
-                module.to(home)
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """While open, what lies outside the blocks (embeddings, the last norm, the head) is on the device."""
-        with placed(outside_blocks(self.model, self.blocks), self.device):
-            yield
-
-    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do: a run that stops is not continued."""
-
-    def recall(self, name: str) -> None:
-        """What an earlier run kept: nothing."""
-
-    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
-        """Nothing to do: the block was pruned in place."""
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-    stop = close
-
-    def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
-        """Zeros and number of all parameters."""
-        # What the rows tell is not counted again: a count takes a processor as long as reading the weights.
-        pruned: dict[str, list[LayerRow]] = {}
-        for row in rows:
-            pruned.setdefault(f"{row.name}.weight", []).append(row)
-        zeros = total = 0
-        for name, parameter in self.model.named_parameters():
-            total += parameter.numel()
-            known = pruned.get(name)
-            zeros += known[0].zeros if known else parameter.numel() - int(torch.count_nonzero(parameter))
-        return zeros, total
 
 
 class DiskBlocks:
@@ -149,7 +82,7 @@ class DiskBlocks:
         known = entry.get("source", {})
         return (name for name in entry["names"] if known.get(name) != tensor_checksum(self.shards.read([name])[name]))
 
-    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1) -> BlockInputs:
+    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None) -> BlockInputs:
         """As `MemoryBlocks.capture`; the embeddings and the first block of each class, which is probed, are on the device."""
         inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
         needed = {name for name, module in self.model.named_modules() if id(module) in inside}
@@ -161,7 +94,7 @@ class DiskBlocks:
             except torch.cuda.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
-            batch = windows_together(self.model, samples, self.device)
+            batch = windows_together(self.model, samples, self.device, most)
             inputs = capture_inputs(
                 self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams
             )
@@ -225,14 +158,22 @@ class DiskBlocks:
         """What `keep` was given under this name, also by an earlier run; None where there is nothing."""
         return self.journal.read_tensors(name)
 
-    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
-        """Write the open block, in the background; an error of an earlier write comes up here."""
+    def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
+        """Write the open block and its packed masks, layer -> bits, in the background; an error of an earlier write comes up
+        here."""
         with self.log.phase("write"):
             self._wait(most=1)  # memory for one block that is being written, no more
         block = self.blocks[index]
         tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event))
+        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event, masks))
+
+    def masks(self) -> Iterator[Packed]:
+        """The masks that `finish` was given, here or in an earlier run; read from the disk block by block."""
+        for index in range(len(self.blocks)):
+            entry = self.journal.entry(_key(index))
+            if entry["rows"]:
+                yield from named_masks([LayerRow(**row) for row in entry["rows"]], self.journal.masks(_key(index)))
 
     def close(self) -> None:
         """Copy the blocks that were not pruned, and wait until everything is on the disk."""
@@ -302,22 +243,25 @@ class DiskBlocks:
         return {name: moved[self.stored[name]] for name in names}
 
     def _copy(self, index: int | None) -> None:
-        self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None)
+        self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None, {})
 
-    def _write(self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any) -> None:
+    def _write(
+        self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any,
+        masks: dict[str, torch.Tensor],
+    ) -> None:  # fmt: skip
         """Under their stored names; a tied tensor once. Rows go with them, for a run that continues this one."""
         own = {self.stored[name]: tensor for name, tensor in tensors.items()}
         with _own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
-            own = fetched(own)
+            own, masks = fetched(own), fetched(masks)
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         number, last = 1 if index is None else index + 2, len(self.blocks) + 1
         parameters = sum(tensor.numel() for tensor in counted)
         sums = {name: self.sums[name] for name in own}
         facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
         key = _OUTSIDE if index is None else _key(index)
-        self.journal.write_shard(key, f"model-{number:05d}-of-{last:05d}.safetensors", own, facts)
+        self.journal.write_shard(key, f"model-{number:05d}-of-{last:05d}.safetensors", own, facts, masks)
 
     def _wait(self, most: int) -> None:
         while len(self.behind) > most:
@@ -342,12 +286,6 @@ def _own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
-
-
-def outside_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[nn.Module]:
-    """The modules of the model that are no part of a block."""
-    inside = {id(module) for block in blocks for module in block.module.modules()}
-    return [module for module in model.modules() if id(module) not in inside]
 
 
 def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:

@@ -12,7 +12,8 @@ from qprecon import cli
 from qprecon.llm.evaluation import assessment, tasks
 from qprecon.llm.evaluation.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_task
-from qprecon.llm.evaluation.tasks import PAPER_TASKS, TaskScore, TaskScores, _from_hub, _names, _remembering, evaluate_tasks
+from qprecon.llm.evaluation.scores import PAPER_TASKS, TaskScore, TaskScores
+from qprecon.llm.evaluation.tasks import _from_hub, _names, _remembering, evaluate_tasks
 from tests.llm.evaluation.toy_tasks import ROWS, write_tasks
 from tests.llm.toy_text import toy_llama, toy_tokenizer
 
@@ -170,23 +171,23 @@ def test_standard_errors():
     assert result.average == 0.5 and result.average_stderr == pytest.approx(0.05 / 6**0.5)
     from lm_eval.api.metrics import mean_stderr
 
-    from qprecon.llm.evaluation.tasks import _stderr
+    from qprecon.llm.evaluation.scores import _stderr
 
     outcomes = [1] * 30 + [0] * 71
     assert _stderr(30 / 101, 101) == pytest.approx(mean_stderr(outcomes))
 
 
 def test_groups_of_the_hub_count_their_subjects():
-    from qprecon.llm.evaluation.tasks import _score
+    from qprecon.llm.evaluation.scores import task_score
 
     results = {
         "results": {"mmlu": {"acc,none": 0.25}},
         "group_subtasks": {"mmlu": ["mmlu_stem", "mmlu_b"], "mmlu_stem": ["mmlu_a"]},
         "n-samples": {"mmlu_a": {"original": 9, "effective": 3}, "mmlu_b": {"original": 5, "effective": 5}},
     }
-    assert _score("mmlu", results).items == 8
+    assert task_score("mmlu", results).items == 8
     with pytest.raises(ValueError, match="reports no acc but f1,none"):
-        _score("other", {"results": {"other": {"f1,none": 1.0}}, "n-samples": {"other": {"effective": 3}}})
+        task_score("other", {"results": {"other": {"f1,none": 1.0}}, "n-samples": {"other": {"effective": 3}}})
 
 
 @pytest.mark.parametrize(

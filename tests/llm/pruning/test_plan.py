@@ -13,7 +13,7 @@ from qprecon.errors import UnknownBackendError
 from qprecon.llm import perplexity, prune_model
 from qprecon.llm.model.blocks import check_weights, find_blocks
 from qprecon.llm.model.targets import ATTENTION, matches
-from qprecon.llm.pruning import half
+from qprecon.llm.pruning import checks
 from qprecon.llm.pruning import loop as pipeline
 from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from tests.llm.families import FAMILIES, FUSED, build, tokens
@@ -384,6 +384,8 @@ def test_what_has_no_effect_is_said():
     common = dict(update="none", progress=False)
     report = prune_model(build("llama"), tokens(2), damping=0.1, backend="pcg", **common)
     assert any(note.startswith("backend, damping: no effect with update='none'") for note in report.warnings)
+    (note,) = prune_model(build("llama"), tokens(2), dtype="float32", **common).warnings
+    assert note.startswith("dtype='float32': no effect on a model in memory")
     assert not prune_model(build("llama"), tokens(2), **common).warnings
     with pytest.raises(ValueError, match="save_masks.*out"):
         prune_model(build("llama"), Untouched(), save_masks=True, **common)
@@ -484,8 +486,8 @@ def test_an_unknown_mask_option_is_answered_with_the_known_ones():
     ],
 )
 def test_half_precision_is_worth_a_word_where_a_cpu_is_slow_with_it(monkeypatch, stored, dtype, device, seconds, hint):
-    monkeypatch.setattr(half, "product_seconds", lambda each: 1.0 if each == torch.float32 else seconds)
-    found = half.half_precision_hint(plan_layers(build("llama").to(stored), 0.5), dtype, torch.device(device))
+    monkeypatch.setattr(checks, "product_seconds", lambda each: 1.0 if each == torch.float32 else seconds)
+    found = checks.half_precision_hint(plan_layers(build("llama").to(stored), 0.5), dtype, torch.device(device))
     if not hint:
         assert found is None
         return
@@ -494,11 +496,11 @@ def test_half_precision_is_worth_a_word_where_a_cpu_is_slow_with_it(monkeypatch,
 
 
 def test_the_seconds_of_a_product_are_measured():
-    assert 0 < half.product_seconds(torch.float32) < 10
+    assert 0 < checks.product_seconds(torch.float32) < 10
 
 
 def test_the_word_comes_before_the_work_and_stands_in_the_report(monkeypatch, capsys):
-    monkeypatch.setattr(half, "product_seconds", lambda each: 1.0 if each == torch.float32 else 5.0)
+    monkeypatch.setattr(checks, "product_seconds", lambda each: 1.0 if each == torch.float32 else 5.0)
     common = dict(update="none", targets="layers.0", device="cpu")
     for progress, said in (("bar", 1), ("json", 0), (False, 0)):
         report = prune_model(build("llama").to(torch.bfloat16), tokens(2), progress=progress, **common)

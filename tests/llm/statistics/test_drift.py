@@ -57,7 +57,8 @@ def test_against_all_activations_in_float64(family, weighted):
     generator = torch.Generator().manual_seed(2)
     given = {}
     for group in sublayers(block, views, inputs, 1):
-        given |= dict.fromkeys((view.name for view in group), torch.rand(4, 32, generator=generator) if weighted else torch.ones(4, 32))
+        s = torch.rand(4, 32, generator=generator) if weighted else torch.ones(4, 32)
+        given |= dict.fromkeys((view.name for view in group), s)
     found = collect_grams(block, views, inputs, 1, beside=Beside(dense_inputs, weights), weights=given if weighted else None)
     x, x_dense = _inputs(model, dense)
     for view in views:

@@ -8,47 +8,22 @@ transformers is imported here, so that `qprecon prune --help` is quick.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import math
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from qprecon._options import check_values
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.settings.options import Option, check_choice, check_options, nearest, option, options
+from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
-ALLOCATIONS = ("uniform", "owl")
+ALLOCATIONS = ("uniform", "owl", "loss")
+REFINE = ("none", "block", "halves")
 PROGRESS = ("bar", "json", "quiet")
 DEFAULT_SPARSITY = 0.5
 
 AMOUNT, WEIGHTS, CALIBRATION, LAYERS, RUN = "how much, and which weights", "kept weights", "calibration", "layers", "the run"
-
-
-@dataclass(frozen=True)
-class Option:
-    """What is known of a field of `Recipe` or `Run` beside its name, type and default.
-
-    help: one sentence, for the command line, Python and the documentation alike. group: the heading it stands under.
-    flag: of the command, made from the name unless given. aliases: words of other tools for it. least: the smallest value.
-    default: how the default reads where it is not the field's own.
-    """
-
-    help: str
-    group: str
-    aliases: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    flag: str = ""
-    metavar: str | None = None
-    least: float = -math.inf
-    default: str = ""
-
-
-def _option(default: Any, help: str, group: str, /, **more: Any) -> Any:
-    return field(default=default, metadata={"option": Option(help, group, **more)})
 
 
 @dataclass(frozen=True)
@@ -58,82 +33,99 @@ class Recipe:
     Raises ValueError for a value that is of the wrong type or out of range, or for two that contradict each other.
     """
 
-    sparsity: float | str | None = _option(
+    sparsity: float | str | None = option(
         None, "share of zeros in each output's weights, 0.5 or '50%'", AMOUNT,
         aliases=("sparsity_ratio",), default="0.5",
     )  # fmt: skip
-    pattern: str | float | Pattern | Mapping[str, Any] | None = _option(
+    pattern: str | float | Pattern | Mapping[str, Any] | None = option(
         None,
         "in place of sparsity: N:M, where N of every M consecutive inputs are KEPT, e.g. 2:4 (the scripts of Wanda and SparseGPT "
         "count the PRUNED ones, so their 1:4 is 3:4 here); or a mapping from names of layers (see targets) to patterns, where "
         "layers that match none stay dense",
         AMOUNT, aliases=("sparsity_type", "mask_structure"), metavar="N:M",
     )  # fmt: skip
-    mask: str = _option(
-        "wanda",
+    preset: str = option(
+        "fast",
+        "defaults for what is not said: fast, balanced (order, drift=0.5, token_weights=0.5), best (with the mask alps too)",
+        AMOUNT, choices=tuple(PRESETS),
+    )  # fmt: skip
+    mask: str = option(
+        None,
         "how the kept weights are chosen: wanda, magnitude, sparsegpt, thanos, alps, proxsparse (2:4 only), given, or an installed "
         "plugin's name",
-        AMOUNT, aliases=("prune_method",),
+        AMOUNT, aliases=("prune_method",), default="wanda",
     )  # fmt: skip
-    mask_options: Mapping[str, Any] | None = _option(
+    mask_options: Mapping[str, Any] | None = option(
         None, "options of the mask, e.g. block_size=64", AMOUNT, flag="--mask-option", metavar="KEY=VALUE"
     )
-    allocation: str = _option(
-        "uniform", "uniform: one sparsity for all blocks; owl: a lower one for blocks with more outliers, the same on average",
-        AMOUNT, choices=ALLOCATIONS,
-    )  # fmt: skip
-    allocation_options: Mapping[str, Any] | None = _option(
+    allocation: str = option(
         None,
-        "options of owl: lam=0.08 (blocks differ by at most twice that), threshold=5 (an outlier is above so many times the mean "
-        "score)",
+        "uniform: one sparsity for all blocks; owl: a lower one for blocks with more outliers; loss: a lower one where the loss's "
+        "gradient says that weights matter more; the same on average",
+        AMOUNT, choices=ALLOCATIONS, default="uniform",
+    )  # fmt: skip
+    allocation_options: Mapping[str, Any] | None = option(
+        None,
+        "options of owl and loss: lam=0.08 (blocks differ by at most twice that); of owl: threshold=5 (an outlier is above so many "
+        "times the mean score); of loss: per=block or layer",
         AMOUNT, flag="--allocation-option", metavar="KEY=VALUE",
     )  # fmt: skip
-    update: str = _option(
+    update: str = option(
         "optimal", "optimal: solve for the kept weights; none: leave them; own: take the mask method's own", WEIGHTS,
         choices=UPDATES,
     )  # fmt: skip
-    backend: str = _option("auto", "the solver; see `qprecon backends`", WEIGHTS)
-    damping: float = _option(
+    backend: str = option("auto", "the solver; see `qprecon backends`", WEIGHTS)
+    damping: float = option(
         0.01, "share of the mean diagonal that is added to H", WEIGHTS, aliases=("dampening_frac",), least=0
     )
-    tol: float = _option(1e-4, "certified relative gap asked for", WEIGHTS, least=0)
-    solve_options: Mapping[str, Any] | None = _option(
+    tol: float = option(1e-4, "certified relative gap asked for", WEIGHTS, least=0)
+    solve_options: Mapping[str, Any] | None = option(
         None, "options of `qprecon.solve` or, if it is named, of the backend", WEIGHTS, flag="--solve-option", metavar="KEY=VALUE"
     )
-    order: bool = _option(
-        False,
+    order: bool = option(
+        None,
         "prune the layers of a block in the order in which it calls them (q, k, v; then o; gate, up; down), each group on what the "
         "pruned ones before it give",
         CALIBRATION, aliases=("true_sequential",),
     )  # fmt: skip
-    drift: float | str = _option(
-        0.0,
+    drift: float | str = option(
+        None,
         "how much of the drift that pruned layers before them cause the kept weights are to undo, 0 to 1, or auto (as much as is "
         "explained on windows held out)",
-        CALIBRATION, least=0, metavar="SHARE",
+        CALIBRATION, least=0, words=("auto",), metavar="SHARE", default="0",
     )  # fmt: skip
-    residual: float = _option(
-        0.0,
+    residual: float = option(
+        None,
         "how much of the drift of the residual stream the layers that write to it (o, down) are to undo, 0 to 1; with order",
-        CALIBRATION, least=0, metavar="SHARE",
+        CALIBRATION, least=0, metavar="SHARE", default="0",
     )  # fmt: skip
-    token_weights: float = _option(
-        0.0,
+    token_weights: float = option(
+        None,
         "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
-        CALIBRATION, least=0, metavar="POWER",
+        CALIBRATION, least=0, metavar="POWER", default="0",
     )  # fmt: skip
-    nsamples: int = _option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
-    seqlen: int = _option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
-    seed: int = _option(0, "of the choice of windows", CALIBRATION)
-    propagate: str = _option(
+    refine: str = option(
+        None,
+        "then train the kept weights of each block, or of each half of it, together towards the dense block's output: none, block "
+        "or halves",
+        WEIGHTS, choices=REFINE, default="none",
+    )  # fmt: skip
+    refine_options: Mapping[str, Any] | None = option(
+        None, "options of refine: passes=4, lr=1e-4, teacher=0.5 (the share of the dense stream in what is aimed at)", WEIGHTS,
+        flag="--refine-option", metavar="KEY=VALUE",
+    )  # fmt: skip
+    nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
+    seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
+    seed: int = option(0, "of the choice of windows", CALIBRATION)
+    propagate: str = option(
         "pruned", "what later blocks are calibrated on: the outputs of the pruned or of the dense blocks before them", CALIBRATION,
         choices=PROPAGATE,
     )  # fmt: skip
-    targets: str | Sequence[str] | None = _option(
+    targets: str | Sequence[str] | None = option(
         None, "only these layers: names, globs, or re:PATTERN", LAYERS, metavar="NAME", default="all"
     )
-    ignore: str | Sequence[str] | None = _option(None, "leave these layers alone; written like targets", LAYERS, metavar="NAME")
-    dtype: str | None = _option(
+    ignore: str | Sequence[str] | None = option(None, "leave these layers alone; written like targets", LAYERS, metavar="NAME")
+    dtype: str | None = option(
         "auto",
         "of a model given by name, while it is pruned and in the output: auto (as it is stored), float32, bfloat16, float16 or "
         "float64; on a CPU float32 can be much faster",
@@ -143,27 +135,31 @@ class Recipe:
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-        _check(self)
-        for name in ("mask_options", "allocation_options", "solve_options"):
-            object.__setattr__(self, name, dict(getattr(self, name) or {}))
+        if self.update == "adam":
+            raise ValueError("update='adam' is written backend='adam' now (with update='optimal', the default)")
+        check_choice("preset", self.preset, tuple(PRESETS))
+        for name, value in filled(self.settings()).items():
+            object.__setattr__(self, name, value)
+        check_options(self, Recipe)
+        object.__setattr__(self, "solve_options", dict(self.solve_options or {}))
         self._check_amount()
         self._check_targets()
 
     def _check_targets(self) -> None:
-        if isinstance(self.drift, str) and self.drift != "auto" or not isinstance(self.drift, str) and not self.drift <= 1:
-            raise ValueError(f"drift must be a share from 0 to 1, or 'auto', got {self.drift!r}")
-        if not self.residual <= 1:
-            raise ValueError(f"residual must be a share from 0 to 1, got {self.residual!r}")
+        for name in ("drift", "residual"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not value <= 1:
+                raise ValueError(f"{name} must be a share from 0 to 1, got {value!r}")
         if self.residual and not self.order:
             raise ValueError("residual needs order=True: a layer must be pruned after those before it")
-        for name in ("order", "drift", "residual"):
-            if not getattr(self, name):
+        for name in ("order", "drift", "residual", "refine"):
+            if getattr(self, name) in (False, 0, "none"):
                 continue
             if self.propagate == "dense":
-                raise ValueError(f"{name} is about the pruned model's activations, so propagate='dense' contradicts it: leave one out")
+                raise ValueError(f"{name} is about what pruned layers do to later ones, so propagate='dense' contradicts it")
             if name != "order" and self.update == "none":
-                raise ValueError(f"{name} changes what the kept weights are solved for, and update='none' leaves them: use {name}=0")
-            if name != "order" and self.damping == 0:
+                raise ValueError(f"{name} is about what the kept weights are solved for, so update='none' contradicts it")
+            if name in ("drift", "residual") and self.damping == 0:
                 raise ValueError(f"{name} needs a damping above 0, e.g. 0.01")
 
     def _check_amount(self) -> None:
@@ -191,7 +187,8 @@ class Recipe:
 
     def without_effect(self) -> list[str]:
         """What was set although nothing reads it, each in a sentence."""
-        idle = ["backend", "damping", "tol", "solve_options"] if self.update != "optimal" else []
+        idle = ["backend", "tol", "solve_options"] if self.update != "optimal" else []
+        idle += ["damping"] if idle and not self.drift and not self.residual else []
         given = [name for name in self.stated() if name in idle]
         return [f"{', '.join(given)}: no effect with update={self.update!r}, which solves nothing"] if given else []
 
@@ -199,14 +196,25 @@ class Recipe:
         """All fields by name, values as they are."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(Recipe)}
 
+    def recorded(self) -> dict[str, Any]:
+        """The settings as a report has them: plain, without masks themselves, and with the amount in one place."""
+        settings = {name: value for name, value in self.settings().items() if name != "sparsity"}
+        settings["mask_options"] = {key: value for key, value in self.mask_options.items() if key != "masks"}
+        if isinstance(self.amount, Mapping):
+            settings["pattern"] = {key: str(Pattern.parse(value)) for key, value in self.amount.items()}
+        else:
+            settings["pattern"] = str(Pattern.parse(self.amount)) if self.amount_stated or self.mask != "given" else "given"
+        return settings
+
     def complete(self) -> dict[str, Any]:
         """The settings with the sparsity that is meant where none is given."""
         written_out = self.pattern is None and self.mask != "given"
         return self.settings() | ({"sparsity": self.amount} if written_out else {})
 
     def stated(self) -> dict[str, Any]:
-        """The settings that differ from the defaults."""
-        return {name: value for name, value in self.settings().items() if value != _plain_default(name)}
+        """The settings that differ from the defaults, which are those of the preset where it has one."""
+        defaults = filled(self.settings() | dict.fromkeys((*PRESETS[self.preset], *OPTIONS_OF)))
+        return {name: value for name, value in self.settings().items() if value != defaults.get(name, _plain_default(name))}
 
 
 @dataclass(frozen=True)
@@ -216,29 +224,29 @@ class Run:
     `prune_model` takes the same by keyword, and objects too (a model in memory, tokens).
     """
 
-    model: str | None = _option(None, "a model folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
-    out: str | None = _option(None, "where the pruned model and its report go", RUN, flag="OUT", aliases=("save_model",))
-    calibration: str | None = _option(
+    model: str | None = option(None, "a model folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
+    out: str | None = option(None, "where the pruned model and its report go", RUN, flag="OUT", aliases=("save_model",))
+    calibration: str | None = option(
         None,
         'calibration text: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own documentation), or a name '
         "for the `datasets` library",
         CALIBRATION, flag="--calib", aliases=("calib",), metavar="FILE|builtin|c4", default="c4",
     )  # fmt: skip
-    device: str | None = _option(
+    device: str | None = option(
         None, "where blocks are computed, one at a time: cpu, cuda, cuda:1, …", RUN, default="auto, a GPU if there is one"
     )
-    store: str | None = _option(
+    store: str | None = option(
         None, "where activations are kept between blocks: a device, or cpu", RUN,
         default="auto, the device if they take up to a third of its free memory",
     )  # fmt: skip
-    progress: bool | str = _option(
+    progress: bool | str = option(
         "bar", "on stderr: a bar, lines of JSON, or nothing (in Python True and False too)", RUN, choices=PROGRESS
     )
-    resume: bool = _option(True, "continue a run that was interrupted, or start over", RUN)
-    save_masks: bool = _option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
+    resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
+    save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_options(self, Run)
 
 
 # Words that a command line and a file may use, and what they stand for.
@@ -252,35 +260,16 @@ SHORTHANDS = {
 }  # fmt: skip
 
 
-def options(of: type = Recipe) -> Iterator[tuple[dataclasses.Field, Option]]:
-    """The fields of `Recipe` or `Run` with what is known of them, in order."""
-    for each in dataclasses.fields(of):
-        yield each, each.metadata["option"]
-
-
-def type_hints(of: type = Recipe) -> dict[str, Any]:
-    """The types of the fields, resolved."""
-    return typing.get_type_hints(of)
-
-
-def default_text(each: dataclasses.Field, option: Option) -> str:
-    """How the default reads; "" where there is none to speak of."""
-    if option.default or each.default is None or isinstance(each.default, bool):
-        return option.default
-    return str(each.default)
-
-
 SETTINGS = tuple(each.name for each, _ in options(Recipe))
 KEYS = tuple(each.name for of in (Run, Recipe) for each, _ in options(of))  # of a file
-ALIASES = {alias: each.name for of in (Run, Recipe) for each, option in options(of) for alias in option.aliases}
+ALIASES = {alias: each.name for of in (Run, Recipe) for each, known in options(of) for alias in known.aliases}
 
 
-def nearest(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
-    """The end of a message about an unknown word: the nearest known one, or all."""
+def meant(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
+    """The end of a message about an unknown word: what it is called here, the nearest known one, or all."""
     if word in ALIASES:
         return f"; here that is {ALIASES[word]!r}"
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return nearest(word.lower().replace("-", "_"), known) or f"; known: {', '.join(known)}"
 
 
 def overridden(words: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,7 +278,7 @@ def overridden(words: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any
     A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
     """
     kept, by = dict(words), dict(by)
-    for word, options_of in (("mask", "mask_options"), ("allocation", "allocation_options")):
+    for options_of, word in OPTIONS_OF.items():
         if word in by and by[word] != kept.get(word):
             kept.pop(options_of, None)
         elif options_of in by:
@@ -306,44 +295,9 @@ def as_recipe(recipe: Recipe | Mapping[str, Any] | None, settings: Mapping[str, 
     base = recipe.stated() if isinstance(recipe, Recipe) else dict(recipe or {})
     for name in (*base, *settings):
         if name not in SETTINGS:
-            raise TypeError(f"prune_model has no setting {name!r}{nearest(str(name), SETTINGS)}")
+            raise TypeError(f"prune_model has no setting {name!r}{meant(str(name), SETTINGS)}")
     return Recipe(**overridden(base, settings))
 
 
 def _plain_default(name: str) -> Any:
     return {} if name.endswith("_options") else Recipe.__dataclass_fields__[name].default
-
-
-def _check(options_of: Recipe | Run) -> None:
-    """ValueError for a value of the wrong type, or that is no choice, or too small."""
-    if getattr(options_of, "update", None) == "adam":
-        raise ValueError("update='adam' is written backend='adam' now (with update='optimal', the default)")
-    kind = Recipe if isinstance(options_of, Recipe) else Run
-    for each, option in options(kind):
-        value = getattr(options_of, each.name)
-        if value != each.default:
-            check_values("recipe", {each.name: value}, kind)
-        if option.choices and not isinstance(value, bool) and value not in option.choices:
-            near = difflib.get_close_matches(str(value), option.choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{each.name} must be one of {', '.join(option.choices)}, got {value!r}{hint}")
-        if isinstance(value, int | float) and not value >= option.least:
-            raise ValueError(f"{each.name} must be at least {option.least:g}, got {value!r}")
-
-
-def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the fields of `Recipe` as what they are, keywords of `function`, in its signature and at the end of its docstring.
-
-    `function` ends in **settings, which it hands to `as_recipe`.
-    """
-    signature = inspect.signature(function)
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    settings = [inspect.Parameter(each.name, keyword, default=each.default, annotation=each.type) for each, _ in options()]
-    function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
-    lines = ["Settings (the fields of `Recipe`):"]
-    for each, option in options():
-        default = default_text(each, option)
-        lines.append(f"    {each.name} ({each.type}{', default ' + default if default else ''}): {option.help}.")
-    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n" + "\n".join(lines) + "\n"
-    return function

@@ -1,8 +1,9 @@
-"""The table of options in docs/pruning.md. `python -m tests.llm.pruning.options_table` writes it anew; test_recipe compares it."""
+"""The table of options in docs/pruning.md. `python -m tests.llm.settings.options_table` writes it anew; test_recipe compares it."""
 
 from pathlib import Path
 
-from qprecon.llm.pruning.recipe import SHORTHANDS, Recipe, Run, default_text, options
+from qprecon.llm.settings.options import default_text, flag_of, options
+from qprecon.llm.settings.recipe import SHORTHANDS, Recipe, Run
 
 PAGE = Path(__file__).parents[3] / "docs" / "pruning.md"
 BEGIN, END = "<!-- begin: options -->\n", "\n<!-- end: options -->"
@@ -19,7 +20,7 @@ def table() -> str:
     for group, items in rows.items():
         lines.append(f"| **{group}** | | | |")
         for name, option, default in items:
-            flag = option.flag or "--" + name.replace("_", "-")
+            flag = flag_of(name, option)
             others = f" Also read: {', '.join(f'`{word}`' for word in option.aliases)}." if option.aliases else ""
             lines.append(f"| `{name}` | `{flag}` | {default} | {option.help}.{others} |".replace("FILE|builtin|c4", "FILE"))
     return "\n".join(lines)

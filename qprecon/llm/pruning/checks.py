@@ -1,0 +1,165 @@
+"""Whether a recipe can be followed: names, options, masks that are given; and what is worth knowing before hours of work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+import qprecon
+from qprecon._options import is_number
+from qprecon.llm.masks import LayerData, Selector, get_selector
+from qprecon.llm.masks.given import load_masks
+from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.plan import Plan
+from qprecon.llm.pruning.refine import RefineOptions
+
+
+def check_choices(method: Method, device: torch.device) -> None:
+    """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is."""
+    selector = get_selector(method.mask)
+    if not isinstance(method.amount, Mapping):
+        _check_makes(selector, [Pattern.parse(method.amount)])
+    if method.update == "own" and not selector.has_own_update:
+        raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
+    selector.options(method.mask_options)
+    RefineOptions.of(method.refine_options)
+    _check_solve_options(method)
+    if method.update == "optimal":
+        _try_solve(method, device)
+
+
+def check_method(method: Method, plan: Plan) -> None:
+    """ValueError for a method that cannot make the plan's masks: patterns that it lacks, values that it refuses."""
+    selector = get_selector(method.mask)
+    asked = {str(layer.pattern): layer.pattern for layers in plan.layers for layer in layers}
+    _check_makes(selector, asked.values())
+    if selector.model_level:
+        _check_learnable(method, plan)
+    elif method.mask != "given":
+        for pattern in asked.values():
+            _try_mask(method, selector, pattern)
+
+
+def _check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:
+    known = selector.patterns
+    if known is not None and (bad := [pattern for pattern in asked if str(pattern) not in known]):
+        raise ValueError(f"mask {selector.name!r} makes {', '.join(known)} only, not {bad[0]}; give pattern={known[0]!r}")
+
+
+_TURN = (
+    "; it fits transposed: arrays of files are (outputs, inputs), those of a dict (inputs, outputs), unless mask_options says "
+    "orientation='NK' (inputs, outputs) or 'KN'"
+)
+
+
+def with_given_masks(method: Method, plan: Plan, model: nn.Module, pattern_stated: bool = False) -> Method:
+    """For mask "given": the method with its masks read once and checked against every layer of the plan.
+
+    Raises ValueError for a layer without a mask, a mask without a layer, and a mask of another shape or, if the pattern was stated,
+    one that does not hold it.
+    """
+    if method.mask != "given":
+        return method
+    options = dict(method.mask_options)
+    layers = [layer for layers in plan.layers for layer in layers]
+    stored = {layer.view.name: layer.view.stored_as for layer in layers}
+    source = options.pop("masks")
+    known = {*stored, *(name for name, _ in plan.excluded), *(name for name, _ in model.named_modules())}
+    masks = load_masks(source, names=list(stored), stored=stored, known=known, **options)
+    for layer in layers:
+        view, mask_NK = layer.view, masks[layer.view.name]
+        if tuple(mask_NK.shape) != (view.n_inputs, view.n_outputs):
+            turned = tuple(mask_NK.shape) == (view.n_outputs, view.n_inputs)
+            raise ValueError(
+                f"layer {view.name!r}: the given mask has shape {tuple(mask_NK.shape)}, the layer "
+                f"{view.n_inputs} inputs and {view.n_outputs} outputs" + (_TURN if turned else "")
+            )
+        if pattern_stated and not layer.pattern.is_held_by(mask_NK):
+            zeros = 1 - int(mask_NK.sum()) / mask_NK.numel()
+            raise ValueError(
+                f"layer {view.name!r}: the given mask, {zeros:.2%} zeros, is not {layer.pattern}; "
+                "leave pattern and sparsity out to take the masks as they are"
+            )
+    if isinstance(source, Mapping) and not options and all(layer.view.n_inputs == layer.view.n_outputs for layer in layers):
+        raise ValueError(
+            "mask_options: all layers are square, so that these masks fit both ways; say which they are with orientation='NK' "
+            "(inputs, outputs) or 'KN' (outputs, inputs), as torch.nn.Linear.weight has it"
+        )
+    return replace(method, mask_options={"masks": masks})
+
+
+def _check_learnable(method: Method, plan: Plan) -> None:
+    fused = [layer.view.name for layers in plan.layers for layer in layers if layer.view.expert is not None]
+    if fused:
+        raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
+
+
+_SET_HERE = ("H", "W", "mask", "backend", "rhs", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
+
+
+def _check_solve_options(method: Method) -> None:
+    if twice := [name for name in method.solve_options if name in _SET_HERE]:
+        instead = f"give {twice[0]}=... itself" if twice[0] in ("backend", "damping", "tol") else "leave it out"
+        raise ValueError(f"solve_options: {twice[0]!r} is what prune_model hands to the solver by itself; {instead}")
+    for name in ("lower", "upper"):
+        bound = method.solve_options.get(name)
+        if bound is not None and not is_number(bound):
+            raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
+
+
+def _try_mask(method: Method, selector: Selector, pattern: Pattern) -> None:
+    """Values are refused by the selector itself; a layer of a few weights shows it in no time."""
+    if selector.needs_hessian:
+        n = 8 * (pattern.of or 1)
+        weights_NK = torch.linspace(-1, 1, 4 * n, dtype=torch.float32).reshape(n, 4)
+        trial = LayerData("trial", weights_NK, torch.eye(n, dtype=torch.float32), n)
+        selector.select(trial, pattern, **method.mask_options)
+
+
+def _try_solve(method: Method, device: torch.device) -> None:
+    """A tiny problem: the backend exists, imports, takes these options, and works on this device."""
+    hessian_NN = torch.eye(4, dtype=torch.float32, device=device)
+    weights_NK = torch.ones(4, 1, dtype=torch.float32, device=device)
+    mask_NK = torch.tensor([[True], [False], [True], [True]], device=device)
+    for backend in _tried(method, device):
+        qprecon.solve(hessian_NN, weights_NK, mask_NK, backend, damping=method.damping, tol=method.tol, **method.solve_options)
+
+
+def _tried(method: Method, device: torch.device) -> list[str]:
+    """For "auto" on a GPU pcg too: the tiny problem does not come to it, but layers will, and its kernels are compiled there."""
+    bounded = not {"lower", "upper"}.isdisjoint(method.solve_options)
+    return ["auto", "pcg"] if method.backend == "auto" and device.type == "cuda" and not bounded else [method.backend]
+
+
+_SLOW = 2.0  # times as long as in float32, from which on it is worth a word
+
+
+def half_precision_hint(plan: Plan, dtype: str | torch.dtype | None, device: torch.device) -> str | None:
+    """What to say of a model whose weights are 16-bit, on a CPU that is slow with them, if nobody chose that; else None."""
+    stored = next(layer.view.parameter.dtype for layers in plan.layers for layer in layers)
+    if device.type != "cpu" or dtype != "auto" or stored not in (torch.bfloat16, torch.float16):
+        return None
+    times = product_seconds(stored) / product_seconds(torch.float32)
+    if times < _SLOW:
+        return None
+    name = str(stored).removeprefix("torch.")
+    return (
+        f"the weights are {name}; products of them take {times:.0f} times as long as in float32 on this CPU: "
+        'dtype="float32" (--dtype float32; a model in memory: loaded so) is faster, and makes the files twice as large'
+    )
+
+
+def product_seconds(dtype: torch.dtype) -> float:
+    """Of a linear layer of 512 x 512 and 256 tokens, the best of three; some milliseconds in all."""
+    tokens_TN, weight_KN = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        torch.nn.functional.linear(tokens_TN, weight_KN)
+        best = min(best, time.perf_counter() - started)
+    return best
