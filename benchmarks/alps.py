@@ -72,8 +72,10 @@ class Reference:
         """True at the smallest."""
         if self.pattern.is_nm:
             return lowest_of_m(values_NK.abs(), self.pattern)
-        count = self.pattern.pruned_per_group(values_NK.numel())
-        return values_NK.abs() <= values_NK.abs().view(-1).topk(count, largest=False, sorted=False).values.max()
+        count, size = self.pattern.pruned_per_group(values_NK.numel()), values_NK.abs().view(-1)
+        threshold = size.topk(count, largest=False, sorted=False).values.max()
+        below, equal = size < threshold, size == threshold  # quantised weights tie, and a few entries more send the mask elsewhere
+        return (below | (equal & (equal.cumsum(0, dtype=torch.int32) <= count - below.sum(0)))).view_as(values_NK)
 
     def admm(self, a_NN: torch.Tensor, w_NK: torch.Tensor, rho: float = 0.1) -> torch.Tensor:
         """The last dense B."""
