@@ -163,15 +163,16 @@ class PreparedHessian:
         return self._at(self.hessian.place).is_definite(damping, checked_dtype(dtype))
 
     def release(self, *, certificate: bool = True, setups: bool = True, inverse_factors: bool = True) -> None:
-        """Drop what was made of H, or parts of it; it is made again if it is wanted again."""
-        for shared in self._shared.values():
+        """Drop what was made of H, or parts of it; it is made again if it is wanted again. With all parts go copies elsewhere."""
+        for place, shared in list(self._shared.items()):
             shared.release(certificate, setups, inverse_factors)
+            if certificate and setups and inverse_factors and place != self.hessian.place:
+                self._shared.pop(place, None)
 
     def _at(self, place: Place) -> Shared:
         """What is shared where problems of an array library and device are solved. H is copied there if it must be, once."""
-        if place not in self._shared:
-            self._shared[place] = Shared(self.hessian.at(place))
-        return self._shared[place]
+        found = self._shared.get(place)
+        return found or self._shared.setdefault(place, Shared(self.hessian.at(place)))
 
 
 def prepare(H: Array, *, damping: float = 0.0, like: Array | None = None) -> PreparedHessian:

@@ -140,6 +140,9 @@ def test_torch_and_numpy_share_a_prepared_hessian():
     torch = pytest.importorskip("torch")
     prepared = qprecon.prepare(H, damping=0.01)
     solution = prepared.solve(torch.tensor(W), torch.tensor(MASK), "cholesky")
+    assert len(prepared._shared) == 2
+    prepared.release()
+    assert len(prepared._shared) == 1
     assert isinstance(solution.weights, torch.Tensor)
     assert np.allclose(solution.weights.numpy(), prepared.solve(W, MASK, "cholesky").weights, rtol=1e-10, atol=1e-12)
     u = qprecon.prepare(torch.tensor(H), damping=0.01).inverse_factor(dtype="float64")

@@ -90,7 +90,8 @@ def recover(
         selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
         check_dense(pair.dense, selected.pruned)
         if out is not None:
-            check_writable(pair.model)
+            with log.library_bars():
+                check_writable(pair.model, pair.tokenizer)
         samples = calibration_samples(
             pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
         )
