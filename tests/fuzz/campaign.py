@@ -38,6 +38,7 @@ class Tally:
     asked: Counter[str] = field(default_factory=Counter)
     well_posed: Counter[str] = field(default_factory=Counter)
     well_posed_optimal: Counter[str] = field(default_factory=Counter)
+    code: list[str] = field(default_factory=lambda: [code_digest()])
 
     def add(self, index: int, backend: str, outcome: Outcome) -> None:
         """Count one problem."""
@@ -83,7 +84,7 @@ class Tally:
             "problems_by_backend": dict(self.asked.most_common()),
             "seconds": round(self.seconds, 1),
             "versions": versions(),
-            "code": code_digest(),
+            "code": self.code,
             "date": datetime.date.today().isoformat(),
             "resume": {
                 "backends": list(self.backends),
@@ -100,12 +101,12 @@ class Tally:
             saved["seed"], tuple(more["backends"]), saved["problems"], saved["columns"], saved["refused_as_indefinite"],
             saved["optimal_because_f_counts_as_zero"], saved["seconds"], Counter(saved["faults"]), saved["examples"],
             Counter(saved["statuses"]), Counter(saved["problems_by_backend"]), Counter(more["well_posed"]),
-            Counter(more["well_posed_optimal"]),
+            Counter(more["well_posed_optimal"]), saved["code"],
         )  # fmt: skip
 
 
 def code_digest() -> str:
-    """Of the solver's and the fuzzer's sources: results of different code are not added up."""
+    """Of the solver's and the fuzzer's sources: results of different code are not added up unasked."""
     root, here = pathlib.Path(qprecon.__file__).parent, pathlib.Path(__file__).parent
     digest = hashlib.sha256()
     for file in (file for folder in (root, root / "backends", here) for file in sorted(folder.glob("*.py"))):
@@ -113,13 +114,15 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def resumed(file: pathlib.Path | None, seed: int, backends: tuple[str, ...]) -> Tally:
-    """The tally in the file if it is of the same code, seed and backends; a new one otherwise."""
+def resumed(file: pathlib.Path | None, seed: int, backends: tuple[str, ...], any_code: bool = False) -> Tally:
+    """The tally in the file if it is of the same seed, backends and (unless ``any_code``) code; a new one otherwise."""
     if file is not None and file.exists():
         saved = json.loads(file.read_text())
-        same = (saved["code"], saved["seed"], tuple(saved["resume"]["backends"])) == (code_digest(), seed, backends)
-        if same:
-            return Tally.from_json(saved)
+        same_code = saved["code"][-1] == code_digest()
+        if (saved["seed"], tuple(saved["resume"]["backends"])) == (seed, backends) and (same_code or any_code):
+            tally = Tally.from_json(saved)
+            tally.code += [] if same_code else [code_digest()]
+            return tally
     return Tally(seed, backends)
 
 
