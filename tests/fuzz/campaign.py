@@ -17,7 +17,7 @@ import qprecon
 from .checks import KINDS, Outcome, run, versions
 from .problems import make
 
-_EXAMPLES = 5  # problems of each kind of fault that are kept
+_EXAMPLES = 1000  # problems of each kind of fault that are kept
 _SAVE_EVERY = 60.0  # seconds
 
 
@@ -39,6 +39,7 @@ class Tally:
     well_posed: Counter[str] = field(default_factory=Counter)
     well_posed_optimal: Counter[str] = field(default_factory=Counter)
     code: list[str] = field(default_factory=lambda: [code_digest()])
+    judged_again: list[int] = field(default_factory=list)
 
     def add(self, index: int, backend: str, outcome: Outcome) -> None:
         """Count one problem."""
@@ -50,6 +51,10 @@ class Tally:
         self.statuses.update(outcome.statuses)
         self.well_posed[backend] += outcome.well_posed
         self.well_posed_optimal[backend] += outcome.well_posed_optimal
+        self.add_faults(index, outcome)
+
+    def add_faults(self, index: int, outcome: Outcome) -> None:
+        """Count its faults."""
         for fault in outcome.faults:
             self.faults[fault.kind] += 1
             kept = self.examples.setdefault(fault.kind, [])
@@ -69,6 +74,7 @@ class Tally:
             "seed": self.seed,
             "problems": self.problems,
             "columns": self.columns,
+            "judged_again": self.judged_again,
             "faults": {kind: self.faults[kind] for kind in KINDS},
             "examples": self.examples,
             "well_posed": {
@@ -101,7 +107,7 @@ class Tally:
             saved["seed"], tuple(more["backends"]), saved["problems"], saved["columns"], saved["refused_as_indefinite"],
             saved["optimal_because_f_counts_as_zero"], saved["seconds"], Counter(saved["faults"]), saved["examples"],
             Counter(saved["statuses"]), Counter(saved["problems_by_backend"]), Counter(more["well_posed"]),
-            Counter(more["well_posed_optimal"]), saved["code"],
+            Counter(more["well_posed_optimal"]), saved["code"], saved["judged_again"],
         )  # fmt: skip
 
 
@@ -121,9 +127,20 @@ def resumed(file: pathlib.Path | None, seed: int, backends: tuple[str, ...], any
         same_code = saved["code"][-1] == code_digest()
         if (saved["seed"], tuple(saved["resume"]["backends"])) == (seed, backends) and (same_code or any_code):
             tally = Tally.from_json(saved)
-            tally.code += [] if same_code else [code_digest()]
+            if not same_code:
+                tally.code.append(code_digest())
+                _judge_again(tally)
             return tally
     return Tally(seed, backends)
+
+
+def _judge_again(tally: Tally) -> None:
+    """Count the faults of a tally anew with the code of now, from the problems that had some."""
+    indices = sorted({index for kept in tally.examples.values() for index in kept})
+    tally.faults, tally.examples = Counter(), {}
+    for index in indices:
+        tally.add_faults(index, run(make(tally.seed, index, tally.backends)))
+    tally.judged_again += indices
 
 
 def save(tally: Tally, file: pathlib.Path) -> None:
