@@ -143,7 +143,7 @@ def refusal_is_right(truth: Truth) -> bool:
 
 
 def semidefinite(truth: Truth) -> bool:
-    """Whether H + λI has no negative eigenvalue beyond the rounding of float64: docs, 16 n γ, and nγ for the factorisation's own."""
+    """Whether H + λI has no negative eigenvalue beyond float64 rounding: docs, 16 n γ, and nγ for the factorisation itself."""
     n = len(truth.damped_NN)
     return truth.scaled_smallest() >= -17.0 * n * 1.05 * (n + 12) * UNIT
 
