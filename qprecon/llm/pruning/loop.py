@@ -17,7 +17,7 @@ import qprecon
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
-from qprecon.llm.calibration.windows import describe_source
+from qprecon.llm.calibration.windows import describe_source, is_text
 from qprecon.llm.masks import get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.packed import write_masks
@@ -102,13 +102,17 @@ def prune_model(
         method = Method(**recipe.settings())
         check_choices(method, device)
         with log.library_bars():
-            found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, log)
+            found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, is_text(calibration), log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
+        samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
+        if found.is_skeleton:  # text before weights
+            with log.library_bars():
+                found = found.in_memory(log)
+            plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         if out is not None and found.shards is None:
             check_writable(found.model)
-        samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
         source = _open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
         if hint := half_precision_hint(plan, recipe.dtype, device):
@@ -196,10 +200,10 @@ def _open_source(
         return MemoryBlocks(found.model, plan.blocks, device, log)
     fingerprint = {
         **_versions(),
-        "model files": found.shards.identity,
+        "model files": found.shards.identity,  # their contents are compared as far as finished blocks were read from them
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
-        "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
+        "times of model files": found.shards.contents if settings["allocation"] == "owl" else {},
         "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qprecon.llm import prune_model
+from qprecon.llm.model import weight_files
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.pruning import loop as pipeline
-from qprecon.llm.storage import checkpoint, journal, output, sources
-from qprecon.llm.storage.checkpoint import NotStreamable, open_shards, skeleton
+from qprecon.llm.storage import journal, output, sources
+from qprecon.llm.storage.checkpoint import NotStreamable, check_streamable, open_shards, skeleton
 from tests.llm.families import FAMILIES, build, tokens
 
 # From version 5 on transformers stores their experts under other names than it holds them.
@@ -113,7 +114,7 @@ def test_why_a_folder_cannot_be_streamed(tmp_path):
     stored["model.layers.0.renamed.weight"] = stored.pop("model.layers.0.mlp.up_proj.weight")
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(NotStreamable, match="up_proj.weight under that name"):
-        skeleton(folder, open_shards(folder), "auto")
+        check_streamable(skeleton(folder, open_shards(folder), "auto"), open_shards(folder))
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(NotStreamable, match="safetensors"):
         open_shards(tmp_path)
@@ -328,29 +329,29 @@ def test_other_weights_of_the_same_shapes_are_another_model(tmp_path, monkeypatc
     for parameter in model.parameters():
         parameter.data *= 1.5
     model.save_pretrained(folder)
-    with pytest.raises(ValueError, match="model files: model.safetensors was"):
+    with pytest.raises(ValueError, match="files were written anew, and model.embed_tokens.weight is not known to be what it was"):
         prune(folder, tmp_path / "out")
 
 
 def changed_between_samples(folder, name):
     """Change a tensor's bytes where the fingerprint's samples see nothing of it."""
     path = folder / "model.safetensors"
-    before, content = checkpoint.read_header(path), bytearray(path.read_bytes())
+    before, content = weight_files.read_header(path), bytearray(path.read_bytes())
     length = int.from_bytes(content[:8], "little")
-    start, end = before[2][name]["data_offsets"]
+    start, end = json.loads(content[8 : 8 + length])[name]["data_offsets"]
     body = len(content) - 8 - length
-    seen = [body * part // checkpoint._SAMPLES for part in range(checkpoint._SAMPLES)]
-    hidden = [i for i in range(start, end) if not any(at <= i < at + checkpoint._SAMPLE_BYTES for at in seen)]
+    seen = [body * part // weight_files._SAMPLES for part in range(weight_files._SAMPLES)]
+    hidden = [i for i in range(start, end) if not any(at <= i < at + weight_files._SAMPLE_BYTES for at in seen)]
     assert hidden
     for i in hidden:
         content[8 + length + i] ^= 1
     path.write_bytes(content)
-    assert checkpoint.read_header(path) == before
+    assert weight_files.read_header(path) == before
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"])
 def test_weights_that_no_sample_shows_to_be_others(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_SAMPLE_BYTES", 16)
+    monkeypatch.setattr(weight_files, "_SAMPLE_BYTES", 16)
     folder = saved(tmp_path / "dense")
     interrupted(folder, tmp_path / "out", monkeypatch)
     changed_between_samples(folder, name)
@@ -362,7 +363,7 @@ def test_weights_that_no_sample_shows_to_be_others(name, tmp_path, monkeypatch):
 
 def test_what_is_not_read_yet_may_be_others_and_counts_from_then_on(tmp_path, monkeypatch):
     """As if the whole run had seen the files that are there now; with the first ones it goes no further."""
-    monkeypatch.setattr(checkpoint, "_SAMPLE_BYTES", 16)
+    monkeypatch.setattr(weight_files, "_SAMPLE_BYTES", 16)
     folder, path, out = saved(tmp_path / "dense"), tmp_path / "dense" / "model.safetensors", tmp_path / "out"
     first, times = path.read_bytes(), path.stat()
     interrupted(folder, out, monkeypatch)
@@ -402,7 +403,7 @@ def test_a_copy_is_not_known_to_be_the_same_where_nothing_tells(tmp_path, monkey
         with pytest.raises(Stop):
             prune(folder, tmp_path / "out", **owl)
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    with pytest.raises(ValueError, match="times of model files: model.safetensors was 0, is 1"):
+    with pytest.raises(ValueError, match="times of model files: model.safetensors was .written at 0 ns.*, is .written at 1 ns"):
         prune(folder, tmp_path / "out", allocation="owl")
 
 
