@@ -48,7 +48,7 @@ _FAULTS = (
     EOFError, UnicodeError, json.JSONDecodeError, RecursionError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, struct.error,
     pickle.UnpicklingError,
 )  # fmt: skip
-_PACKAGES = ("safetensors", "safetensors_rust", "yaml", "ruamel", "pyarrow")
+_PACKAGES = ("safetensors", "safetensors_rust", "yaml", "ruamel", "pyarrow", "pandas", "datasets")
 
 
 @contextmanager

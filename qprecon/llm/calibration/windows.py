@@ -120,8 +120,9 @@ def resolve_bos(policy: str, tokenizer: Any) -> str:
 
 
 def is_text(source: Any) -> bool:
-    """Whether a tokenizer is needed for it: text, the name of a source of text, or some of that in a list."""
-    return isinstance(source, str | Path) or (isinstance(source, list | tuple) and any(isinstance(item, str | Path) for item in source))
+    """Whether a tokenizer is needed for it: text, the name of a source of text, or a list of texts."""
+    listed = isinstance(source, list | tuple) and bool(source) and all(isinstance(item, str) for item in source)
+    return listed or isinstance(source, str | Path)
 
 
 def _documents(source: Any) -> list:

@@ -15,7 +15,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from qprecon.llm.calibration.texts import json_rows
+from qprecon.llm.calibration.documents import json_rows
 
 Row = dict[str, Any]
 
@@ -72,12 +72,12 @@ def local_rows(name: str, data_dir: str | Path) -> list[tuple[Any, Row]]:
     """Every row of a task's file as (what `limit` counts by, the fields of `config`). Raises as `local_task` does."""
     task, path = LOCAL_TASKS[name], local_file(name, data_dir)
     rows = []
-    for number, row in json_rows(path):
+    for place, row in json_rows(path):
         try:
             _need(row, task.fields)
             rows.append((row[task.limit_by] if task.limit_by else None, task.prepare(row)))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise ValueError(f"{path}, {place}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no items")
     return rows

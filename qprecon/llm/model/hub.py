@@ -77,18 +77,21 @@ def ask_hub(name: str, kind: str) -> None:
 @contextmanager
 def offline_if_silent() -> Iterator[None]:
     """While open, and if the hub does not answer, its libraries take what they have here at once, or say that they have nothing."""
-    from datasets import config
+    import datasets
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or hub_answers():
         yield
         return
-    before = constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+    settings = [constants, *filter(None, [getattr(datasets, "config", None)])]
+    before = [each.HF_HUB_OFFLINE for each in settings]
     try:
+        for each in settings:
+            each.HF_HUB_OFFLINE = True
         yield
     finally:
-        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = before
+        for each, value in zip(settings, before, strict=True):
+            each.HF_HUB_OFFLINE = value
 
 
 def hub_answers() -> bool:
