@@ -7,7 +7,6 @@
 
 from typing import Any
 
-from ._solve import solve
 from .errors import (
     BackendBrokenError,
     BackendNotInstalledError,
@@ -16,19 +15,23 @@ from .errors import (
     UnsupportedError,
 )
 from .forms import BoxForm, ReducedForm, box_form, reduced_form
+from .prepared import PreparedHessian, prepare, solve
 from .problem import ColumnQP
 from .registry import available_backends
 from .solution import Provenance, Solution, Timing
 from .status import Status
+from .verdict import Audit
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "BackendBrokenError",
     "BackendNotInstalledError",
     "BoxForm",
     "ColumnQP",
     "NotOptimalError",
+    "PreparedHessian",
     "Provenance",
     "ReducedForm",
     "Solution",
@@ -39,6 +42,7 @@ __all__ = [
     "available_backends",
     "box_form",
     "llm",
+    "prepare",
     "reduced_form",
     "solve",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .interop import Array, Place, kind_of, namespace
+from .interop import Array, Place, device_type, like
 
 _HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
 _DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
@@ -22,8 +22,9 @@ def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> in
     if place.device_type == "cuda":
         import torch
 
-        free, _ = torch.cuda.mem_get_info()
-        budget = 0.6 * (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+        device = place.torch_device  # torch would ask the process's current one
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = 0.6 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
         most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
     most = max(1, min(k, most, int(budget // max(bytes_per_column, 1.0))))
     parts = -(-k // most)
@@ -59,11 +60,6 @@ def compose(columns: Any, local: np.ndarray, like_NK: Array) -> Any:
     return like(indices_of(columns)[local], like_NK)
 
 
-def like(x: np.ndarray, near: Array) -> Array:
-    """A numpy array as an array of the kind and on the device of ``near``."""
-    return namespace(near).as_tensor(x, device=near.device) if kind_of(near) == "torch" else x
-
-
 def out_of_memory(error: Exception) -> bool:
     """Whether an error of numpy, torch or jax says that memory ran out."""
     text = f"{type(error).__name__} {error}".lower()
@@ -72,7 +68,7 @@ def out_of_memory(error: Exception) -> bool:
 
 def release(near: Array) -> None:
     """Give cached memory back to the device of ``near``."""
-    if kind_of(near) == "torch" and near.device.type == "cuda":
+    if device_type(near) == "cuda":
         import torch
 
         torch.cuda.empty_cache()

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from . import registry
-from ._chunks import automatic_width, compose, indices_of, like, out_of_memory, release, slices, width_of, within
-from ._start import Start, find_start
-from .audit import Audit, Certificate, audit, relative_gap
+from ._chunks import automatic_width, compose, indices_of, out_of_memory, release, slices, width_of, within
+from ._start import Start, find_start, surely_better
+from .audit import Figures, audit
+from .certificate import Certificate
 from .errors import BackendBrokenError
-from .interop import Array, as_given_back, back_to, cast, namespace, synchronize, to_library
-from .linalg import column_dots
-from .normalise import ColumnScaling, Scaling
+from .interface import Chunk, RawColumns, SolveChunk
+from .interop import Array, as_given_back, back_to, cast, like, namespace, synchronize, to_library
+from .normalise import Scaling
 from .problem import ColumnQP
 from .status import Status
 
@@ -37,7 +38,7 @@ class Setup:
     loaded: registry.Loaded
     cert: Certificate
     scaling: Scaling
-    solve_chunk: registry.SolveChunk
+    solve_chunk: SolveChunk
     dtype: str
     library: str
 
@@ -94,31 +95,40 @@ class _Work:
     start: Start
     columns: Any  # index of the chunk in the problem
     weights_NK: Array
-    figures: Audit
+    figures: Figures
     gap_K: np.ndarray  # relative
     reported: np.ndarray
     iterations: np.ndarray
     fell_back: np.ndarray
     certified: np.ndarray  # whether the figures hold a certificate: the start's do not
+    doubted: np.ndarray  # whether an answer looked better than the start, but by less than H is known to
 
     @staticmethod
     def begin(setup: Setup, start: Start, columns: Any) -> _Work:
         k = width_of(columns)
-        gap_K = relative_gap(setup.problem, start.audit, start.baseline_K, start.energy_K)
+        gap_K = start.relative_gap(setup.problem, start.audit)
         no_K = np.zeros(k, dtype=bool)
         words, none_K = np.full(k, "not run", dtype=object), np.zeros(k, dtype=np.int64)
-        return _Work(start, columns, start.weights_NK, start.audit, gap_K, words, none_K, no_K, no_K.copy())
+        return _Work(start, columns, start.weights_NK, start.audit, gap_K, words, none_K, no_K, no_K.copy(), no_K.copy())
 
-    def accept(self, setup: Setup, local: np.ndarray, raw: registry.RawColumns, answer_NK: Array) -> None:
+    def accept(self, setup: Setup, local: np.ndarray, raw: RawColumns, answer_NK: Array) -> None:
         """Audit the answers to the local columns and keep each where it is no worse than what was there."""
         first = self.reported[local] == "not run"
         self.reported[local] = raw.reported_status
         self.iterations[local] += raw.iterations
-        fresh = audit(setup.problem, setup.cert, answer_NK, compose(self.columns, local, self.weights_NK))
+        columns = compose(self.columns, local, self.weights_NK)
+        with _numbers_may_fail():
+            fresh = audit(setup.problem, setup.cert, answer_NK, columns)
+        start, some = self.start, within(local, self.weights_NK)
+        masked, began = start.masked.take(local, some), start.audit.take(local, some)
         with np.errstate(invalid="ignore"):
-            better_K = np.isfinite(fresh.objective) & (fresh.objective <= self.figures.objective[local])
+            lower_K = fresh.value + fresh.rounding < began.value - began.rounding
+            higher_K = ~(fresh.value - fresh.rounding <= began.value + began.rounding)
+            sure_K = surely_better(setup.problem, setup.cert, answer_NK, fresh, masked, columns)
+            better_K = lower_K & sure_K & (fresh.value <= self.figures.value[local])
         self._replace(setup, local, better_K, answer_NK, fresh)
-        self.fell_back[local] = (self.fell_back[local] | first) & ~better_K
+        self.doubted[local] = lower_K & ~sure_K
+        self.fell_back[local] = (self.fell_back[local] | first) & ~better_K & (higher_K | self.doubted[local])
         self.certified[local] |= better_K
 
     def certify_starts(self, setup: Setup, tol: float) -> None:
@@ -129,18 +139,23 @@ class _Work:
             fresh = audit(setup.problem, setup.cert, some_NK, compose(self.columns, local, self.weights_NK))
             self._replace(setup, local, np.ones(len(local), dtype=bool), some_NK, fresh)
 
-    def _replace(self, setup: Setup, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Audit) -> None:
+    def _replace(self, setup: Setup, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Figures) -> None:
         xp, some = namespace(self.weights_NK), within(local, self.weights_NK)
         mixed_NK = xp.where(like(better_K, answer_NK)[None, :], answer_NK, self.weights_NK[:, some])
         mixed = fresh.where(better_K, self.figures.take(local, some))
         if len(local) == self.weights_NK.shape[1]:
             self.weights_NK, self.figures = mixed_NK, mixed
         else:
+            if self.weights_NK is self.start.weights_NK:  # which is compared with again
+                self.weights_NK, self.figures = self.weights_NK + 0, self.figures.copy()
             self.weights_NK[:, some] = mixed_NK
-            self.figures.rho_NK[:, some] = mixed.rho_NK
-            for name in ("objective", "gap_bound", "stationarity", "violation"):
-                getattr(self.figures, name)[local] = getattr(mixed, name)
-        self.gap_K = relative_gap(setup.problem, self.figures, self.start.baseline_K, self.start.energy_K)
+            self.figures.put(local, some, mixed)
+        self.gap_K = self.start.relative_gap(setup.problem, self.figures)
+
+
+def _numbers_may_fail() -> np.errstate:
+    """A backend may diverge, and numpy would warn of it; that is found by the audit and said in the status."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
 def solve_in_chunks(
@@ -171,10 +186,12 @@ def solve_in_chunks(
 
 def improve(setup: Setup, limits: Limits, out: Columns, columns: np.ndarray) -> None:
     """Give some columns to another backend, from where they are; ``out`` keeps the better of both."""
-    iterations, fell_back = out.iterations[columns].copy(), out.fell_back[columns].copy()
+    iterations, fell_back, status = (x[columns].copy() for x in (out.iterations, out.fell_back, out.status))
     for part in slices(np.arange(len(columns)), setup.automatic_width(), contiguous=True):
         _solve_chunk(setup, limits, out.weights_NK, columns[part], out)
     out.iterations[columns] += iterations
+    kept_K = out.fell_back[columns] & ~fell_back  # what was there before was no fallback and stays
+    out.status[columns[kept_K]] = status[kept_K]
     out.fell_back[columns] &= fell_back
 
 
@@ -216,7 +233,7 @@ def _tightening(gap_K: np.ndarray, tol: float) -> float:
 
 def _run(
     setup: Setup, limits: Limits, work: _Work, local: np.ndarray, tolerance: float
-) -> tuple[registry.RawColumns, Array]:
+) -> tuple[RawColumns, Array]:
     """Hand the local columns to the backend, normalised; returns its answer in the problem's units, feasible."""
     start, weights_NK, figures = work.start, work.weights_NK, work.figures
     problem, some = setup.problem, within(local, weights_NK)
@@ -224,23 +241,24 @@ def _run(
     scale = setup.scaling.columns(start.energy_K[local])
     lib = lambda x: to_library(x, setup.library)  # noqa: E731
     scaled = lambda x: None if x is None else lib(scale.weights(cast(x[:, wanted], setup.dtype)))  # noqa: E731
-    g_NK = problem.linear(setup.dtype, wanted)
-    chunk = registry.Chunk(
+    g_NK = problem.linear("float64", wanted)
+    chunk = Chunk(
         weights_NK=scaled(problem.weights_NK),
         mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
         start_NK=lib(scale.weights(weights_NK[:, some])),
-        residual_NK=lib(scale.linear(cast(figures.rho_NK[:, some], setup.dtype))),
-        start_objective_K=lib(_scaled_objective(setup, scale, figures, local, wanted)),
-        improved_K=lib(scale.objective(like(start.baseline_K[local] - figures.objective[local], weights_NK))),
-        linear_NK=None if g_NK is None else lib(scale.linear(g_NK)),
+        residual_NK=lib(scale.residual(cast(figures.rho_NK[:, some], setup.dtype), setup.cert.unit)),
+        start_objective_K=lib(scale.objective(like(figures.value[local], weights_NK))),
+        improved_K=lib(scale.objective(like(start.masked.value[local] - figures.value[local], weights_NK))),
+        linear_NK=None if g_NK is None else lib(cast(scale.linear(g_NK), setup.dtype)),
         lower_NK=scaled(problem.lower_NK),
         upper_NK=scaled(problem.upper_NK),
         tolerance=tolerance,
         max_iterations=limits.max_iterations,
         deadline=limits.deadline,
     )
-    raw = setup.solve_chunk(chunk)
-    if not isinstance(raw, registry.RawColumns):
+    with _numbers_may_fail():
+        raw = setup.solve_chunk(chunk)
+    if not isinstance(raw, RawColumns):
         raise BackendBrokenError(f"backend {setup.loaded.record.name!r} answered with {type(raw).__name__}, not RawColumns")
     if tuple(raw.weights_NK.shape) != tuple(chunk.start_NK.shape):
         raise BackendBrokenError(
@@ -251,16 +269,8 @@ def _run(
     return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
 
 
-def _scaled_objective(setup: Setup, scale: ColumnScaling, figures: Audit, local: np.ndarray, wanted: Any) -> Array:
-    objective_K = like(figures.objective[local], figures.rho_NK)
-    if setup.problem.rhs_NK is not None:  # without the constant that the Δ form leaves out
-        b_NK = cast(setup.problem.rhs_NK[:, wanted], "float64") + setup.problem.linear("float64", wanted)
-        objective_K = objective_K + column_dots(cast(setup.problem.weights_NK[:, wanted], "float64"), b_NK)
-    return scale.objective(objective_K)
-
-
 def _worth_another(
-    setup: Setup, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: registry.RawColumns, round_: int
+    setup: Setup, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: RawColumns, round_: int
 ) -> bool:
     """Another round helps only a backend that continues, was not stopped by a limit, and still makes progress."""
     if not failing_K.any():
@@ -281,6 +291,8 @@ def _store(setup: Setup, limits: Limits, work: _Work, out: Columns) -> None:
     if setup.cert.factor_NN is None:
         status[(status == Status.INACCURATE) & ~(figures.gap_bound < figures.objective)] = Status.UNCERTIFIED
     status[fell_K] = Status.FELL_BACK
+    if setup.cert.factor_NN is None:
+        status[fell_K & work.doubted] = Status.UNCERTIFIED
     status[gap_K <= limits.tol] = Status.OPTIMAL
     out.weights_NK[:, columns] = weights_NK
     for name, values in (
@@ -288,17 +300,17 @@ def _store(setup: Setup, limits: Limits, work: _Work, out: Columns) -> None:
         ("reported_status", reported),
         ("iterations", iterations),
         ("objective", figures.objective),
-        ("baseline", start.baseline_K),
+        ("baseline", start.masked.objective),
         ("stationarity", _relative_stationarity(figures, start)),
         ("violation", figures.violation),
-        ("gap_bound", np.where(np.isnan(figures.gap_bound), np.inf, figures.gap_bound)),
+        ("gap_bound", figures.gap_bound),
         ("relative_gap", gap_K),
         ("fell_back", fell_K),
     ):
         getattr(out, name)[columns] = values
 
 
-def _relative_stationarity(figures: Audit, start: Start) -> np.ndarray:
+def _relative_stationarity(figures: Figures, start: Start) -> np.ndarray:
     scale_K = np.sqrt(np.maximum(start.energy_K, 0.0))
     return np.divide(figures.stationarity, scale_K, out=np.zeros_like(scale_K), where=scale_K > 0)
 

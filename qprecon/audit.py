@@ -1,4 +1,4 @@
-"""The certificate: what the core knows of an answer, whoever gave it. Everything here is float64 and of the damped problem.
+"""The audit: what the core knows of an answer, whoever gave it. Everything here is float64 and of the damped problem.
 
 With A = H + λI, Δ = ŵ − w and ρ = g − AΔ (minus half the gradient of the objective ΔᵀAΔ − 2gᵀΔ), weak duality gives for
 **any** split ρ = y + s with y supported on entries that have a bound on the side ρ pushes to,
@@ -6,8 +6,11 @@ With A = H + λI, Δ = ŵ − w and ρ = g − AΔ (minus half the gradient of t
     f(ŵ) − f* ≤ sᵀA⁻¹s + 2 Σ [y⁺(u − ŵ) + y⁻(ŵ − l)].
 
 On fixed (pruned) entries y = ρ costs nothing; on free entries s = ρ. One Cholesky factor of a layer serves all its columns, since
-(A_II)⁻¹ ⪯ (A⁻¹)_II: the first term is at most ‖L⁻¹s‖². The factor is taken of A − σI with σ well above its backward error, so that
-LLᵀ ⪯ A holds in exact arithmetic and a successful factorisation proves λ_min(A) > 0; nothing is assumed of H.
+(A_II)⁻¹ ⪯ (A⁻¹)_II: the first term is at most ‖L⁻¹s‖².
+
+Rounding is counted. Where A is positive semidefinite |A_ij| ≤ √(A_ii A_jj), so that entry i of a computed AΔ is off by at most
+γ √A_ii m with m = Σ √A_jj |Δ_j|, the column's mass, and f by 2γm². In the norm of A⁻¹ such an error is at most γ m √condition
+(`certificate`), and so is the triangular solve's, with ‖L⁻¹s‖ in the place of m.
 """
 
 from __future__ import annotations
@@ -17,117 +20,70 @@ from typing import Any
 
 import numpy as np
 
-from ._chunks import like
-from .interop import Array, cast, kind_of, namespace, to_numpy
-from .linalg import add_to_diagonal, cholesky, column_dots, column_norms, frobenius_norm, solve_lower
+from .certificate import Certificate, gamma, own_factor
+from .interop import Array, cast, like, namespace, to_numpy
+from .linalg import column_dots, column_norms, masked, solve_lower
 from .problem import ColumnQP
 
-UNIT = 2.0**-53  # unit roundoff of float64
 FLOOR = 1e-6
 """Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing
 (f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
 
-_LADDER = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11)  # trial shifts without damping, in units of mean(diag H)
 _TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
+_NEGLIGIBLE = 1e-9
 _PIECE = 2**24  # entries audited at a time; the float64 temporaries take some 80 bytes for each
 _PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
+_FIGURES = ("objective", "gap_bound", "stationarity", "violation", "value", "rounding", "mass")
 
 
 @dataclass(frozen=True, eq=False)
-class Certificate:
-    """What the audit shares between columns: A and its verified factor.
+class Figures:
+    """Figures of each column, (K,) float64 numpy.
 
     Attributes:
-        diagonal_N: diagonal of A, (N,) float64.
-        factor_NN: L with LLᵀ ⪯ A, or None where A is not positive definite to working precision.
-        lambda_min: verified lower bound on the smallest eigenvalue of A on its live inputs; 0.0 without a factor.
-        dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has 1s for them: no feasible residual reaches them.
-        semidefinite: whether A has no negative eigenvalue beyond float64 rounding, so that f* ≥ 0 holds for the default rhs. A
-            singular Gram matrix that was accumulated or stored in float32 fails this.
+        objective, gap_bound, stationarity, violation: see ``Solution``; stationarity is not yet relative.
+        value: f without the constant that an explicit rhs has.
+        rounding: bound on the error of ``value``.
+        mass: Σ √A_ii |Δ_i|, what rounding errors are measured in.
+        rho_NK: ρ = g − AΔ, (N, K), in units of ``Certificate.unit``, rounded from float64 to the dtype of the weights audited.
     """
-
-    diagonal_N: Array
-    factor_NN: Array | None
-    lambda_min: float
-    norm: float  # Frobenius norm of A
-    dead_N: Array | None = None
-    semidefinite: bool = True
-
-    @property
-    def rounding(self) -> float:
-        """Bound on ‖fl(AΔ) − AΔ‖ / ‖Δ‖."""
-        n = self.diagonal_N.shape[0]
-        return 1.01 * (n + 2) * UNIT * self.norm
-
-
-@dataclass(frozen=True, eq=False)
-class Audit:
-    """Figures of each column, (K,) float64 numpy: see ``Solution`` for what they mean; and ρ = g − AΔ, (N, K), rounded
-    from float64 to the dtype of the weights audited."""
 
     objective: np.ndarray
     gap_bound: np.ndarray
     stationarity: np.ndarray
     violation: np.ndarray
+    value: np.ndarray
+    rounding: np.ndarray
+    mass: np.ndarray
     rho_NK: Array
 
-    def take(self, local: np.ndarray, some: Any) -> Audit:
+    def take(self, local: np.ndarray, some: Any) -> Figures:
         """The figures of some columns, given as numpy indices and as an index of ``rho_NK``'s library."""
-        return Audit(
-            self.objective[local], self.gap_bound[local], self.stationarity[local], self.violation[local], self.rho_NK[:, some]
-        )
+        return Figures(**{name: getattr(self, name)[local] for name in _FIGURES}, rho_NK=self.rho_NK[:, some])
 
-    def where(self, mine_K: np.ndarray, other: Audit) -> Audit:
+    def where(self, mine_K: np.ndarray, other: Figures) -> Figures:
         """These figures where ``mine_K``, the other's elsewhere."""
         xp = namespace(self.rho_NK)
-        return Audit(
-            np.where(mine_K, self.objective, other.objective),
-            np.where(mine_K, self.gap_bound, other.gap_bound),
-            np.where(mine_K, self.stationarity, other.stationarity),
-            np.where(mine_K, self.violation, other.violation),
-            xp.where(like(mine_K, self.rho_NK)[None, :], self.rho_NK, other.rho_NK),
+        return Figures(
+            **{name: np.where(mine_K, getattr(self, name), getattr(other, name)) for name in _FIGURES},
+            rho_NK=xp.where(like(mine_K, self.rho_NK)[None, :], self.rho_NK, other.rho_NK),
         )
 
+    def copy(self) -> Figures:
+        """One whose columns can be overwritten."""
+        return Figures(**{name: getattr(self, name).copy() for name in _FIGURES}, rho_NK=self.rho_NK + 0)
 
-def certificate(problem: ColumnQP) -> Certificate:
-    """Factorise A once for a layer.
-
-    Raises:
-        ValueError: H + λI has a clearly negative eigenvalue.
-    """
-    diagonal_N = cast(problem.hessian_NN.diagonal(), "float64") + problem.ridge
-    n, mean = problem.n_inputs, float(diagonal_N.sum()) / max(problem.n_inputs, 1)
-    norm = frobenius_norm(problem.hessian_NN) + n**0.5 * problem.ridge
-    error = 1.01 * (n + 1) * UNIT * mean * n  # backward error of a Cholesky factorisation
-    dead_N = diagonal_N == 0
-    any_dead = bool(dead_N.any())
-    fill_N = mean * cast(dead_N, "float64") if any_dead else 0.0
-    shifted = lambda by: cholesky(add_to_diagonal(cast(problem.hessian_NN, "float64"), fill_N + problem.ridge - by))  # noqa: E731
-    trials = [problem.ridge / 16.0, *(mean * step for step in _LADDER)]
-    for trial in trials:
-        if trial < 4.0 * error or n == 0:
-            continue
-        factor_NN = shifted(trial)
-        if factor_NN is None:
-            continue
-        if trial != trials[0]:  # a trial near λ_min leaves a nearly singular factor and a useless bound: step well below it
-            trial = max(trial / 16.0, 4.0 * error)
-            factor_NN = shifted(trial)
-        if factor_NN is not None:
-            return Certificate(diagonal_N, factor_NN, trial - 2.0 * error, norm, dead_N if any_dead else None)
-    semidefinite = mean == 0.0 or shifted(-100.0 * error) is not None
-    if not semidefinite and shifted(-max(100.0 * error, 1e-6 * mean)) is None:
-        raise ValueError(
-            "H is clearly indefinite (H plus damping has a negative eigenvalue): it is no Gram matrix. "
-            "Accumulate XᵀX in float32 or better"
-        )
-    return Certificate(diagonal_N, None, 0.0, norm, semidefinite=semidefinite)
+    def put(self, local: np.ndarray, some: Any, fresh: Figures) -> None:
+        """Write the figures of some columns to their places."""
+        for name in _FIGURES:
+            getattr(self, name)[local] = getattr(fresh, name)
+        self.rho_NK[:, some] = fresh.rho_NK
 
 
 def audit(
     problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None), *, certify: bool = True
-) -> Audit:
-    """Audit ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``.
+) -> Figures:
+    """Figures ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``.
 
     Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite.
     """
@@ -138,8 +94,8 @@ def audit(
     figures = [
         _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify) for piece in pieces
     ]
-    objective_K, gap_K, stationarity_K, violation_K = (np.concatenate(parts) for parts in zip(*figures, strict=True))
-    return Audit(objective_K, gap_K, stationarity_K, violation_K, rho_NK)
+    joined = (np.concatenate(parts) for parts in zip(*figures, strict=True))
+    return Figures(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
 
 
 def _part(columns: Any, piece: slice, k: int) -> Any:
@@ -159,40 +115,73 @@ def _audit_piece(
     back_NK = w_NK - new_NK  # −Δ
     g_NK = problem.linear("float64", columns)
     rho_NK = problem.damped_product(back_NK)
-    objective_K = column_dots(back_NK, rho_NK)
+    error = gamma(problem.n_inputs)
+    value_K, size_NK, constant_K = column_dots(back_NK, rho_NK), abs(back_NK), 0.0
+    mass_K = cert.root_N @ size_NK
+    reach_K, rounding_K = mass_K, 2.0 * error * mass_K**2
     if g_NK is not None:
-        objective_K = objective_K + 2.0 * column_dots(back_NK, g_NK)
-        objective_K = objective_K - column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
+        value_K = value_K + 2.0 * column_dots(back_NK, g_NK)
+        reach_K = mass_K + cert.root_N @ abs(w_NK)  # g = b − Hw is rounded too
+        rounding_K = 2.0 * error * (mass_K * reach_K + column_dots(size_NK, abs(g_NK)))
+        constant_K = -column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
+        constant_K = constant_K if problem.constant_K is None else problem.constant_K[columns] + constant_K
         rho_NK = rho_NK + g_NK
-    rho_out_NK[...] = rho_NK
+    namespace(rho_NK).multiply(rho_NK, 1.0 / cert.unit, out=rho_out_NK)
     free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
-    gap_K = price_K + (_quadratic_term(problem, cert, free_NK, back_NK, mask_NK) if certify else np.inf)
-    xp = namespace(objective_K)
-    if g_NK is None and cert.semidefinite:
-        objective_K = xp.maximum(objective_K, xp.zeros_like(objective_K))
-        gap_K = xp.where(gap_K < objective_K, gap_K, objective_K)  # f* ≥ 0, also where there is no certificate (NaN)
+    gap_K = np.inf + price_K
+    if certify:
+        gap_K = (1.0 + 4.0 * error) * (price_K + _quadratic_term(problem, cert, free_NK, reach_K, mask_NK))
+    if g_NK is None:
+        gap_K = _at_most_f(cert, gap_K, value_K, rounding_K, mass_K)
     stationarity_K = _largest_scaled(free_NK, cert)
     lost_K = _underflown(stationarity_K)
-    if bool((abs(objective_K) < _TINY).any()):
+    if bool((abs(value_K) < _TINY).any()):
         lost_K = lost_K | _underflown(_largest_energy(back_NK, cert))
-    gap_K = xp.where(lost_K, xp.full_like(gap_K, np.inf), gap_K)
-    figures = (objective_K, gap_K, stationarity_K, _violation(problem, weights_NK, mask_NK, columns))
+    xp = namespace(gap_K)
+    gap_K = xp.where(lost_K | (gap_K != gap_K), xp.full_like(gap_K, np.inf), gap_K)
+    objective_K = value_K + constant_K
+    if g_NK is None:  # what is below zero by rounding alone is shown as zero
+        objective_K = xp.where(abs(value_K) <= rounding_K, xp.maximum(value_K, xp.zeros_like(value_K)), value_K)
+    figures = (objective_K, gap_K, stationarity_K, _violation(problem, weights_NK, mask_NK, columns), value_K, rounding_K, mass_K)
     return tuple(to_numpy(figure) for figure in figures)
 
 
-def relative_gap(problem: ColumnQP, figures: Audit, start_objective_K: np.ndarray, scale_K: np.ndarray) -> np.ndarray:
+def _at_most_f(cert: Certificate, gap_K: Array, value_K: Array, rounding_K: Array, mass_K: Array) -> Array:
+    """With the default rhs f is a squared norm for a Gram matrix, so that f* ≥ 0 and the gap is at most f.
+
+    f's rounding is added where it is more than a billionth of f. With a factor f* ≥ 0 is proved. Without one it is a fact of H
+    only up to H's own rounding, which is added too; an f below zero beyond float64's says that H is no Gram matrix, and then
+    nothing is certified.
+    """
+    xp = namespace(gap_K)
+    most_K = xp.where(rounding_K <= _NEGLIGIBLE * value_K, value_K, abs(value_K) + rounding_K)
+    if cert.factor_NN is None:
+        most_K = most_K + cert.entry * mass_K**2
+        if not cert.semidefinite:
+            most_K = xp.full_like(most_K, np.inf)
+    gap_K = xp.where(gap_K < most_K, gap_K, most_K)  # also where there is no certificate (NaN)
+    return xp.where(value_K < -rounding_K, xp.full_like(gap_K, np.inf), gap_K)
+
+
+def relative_gap(
+    problem: ColumnQP, figures: Figures, baseline_K: np.ndarray, scale_K: np.ndarray, zero_K: np.ndarray | None = None
+) -> np.ndarray:
     """The gap bound relative to what the optimum costs, (K,).
 
-    Default rhs: gap / max(f − gap, FLOOR · f_start). Explicit rhs, where f has no natural zero: gap / max(f_start − f,
-    FLOOR · scale), the improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where the gap bound is 0.
+    Default rhs, or a known constant: gap / max(f − gap, FLOOR · f_start). Explicit rhs alone, where f has no natural zero:
+    gap / max(f_start − f, FLOOR · scale), the improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where
+    the gap bound is 0. ``baseline_K`` is the start's value and ``scale_K`` f_start or the scale, both less what rounding may have
+    added to them; ``zero_K`` what a known constant adds to a value, likewise.
     """
-    gap_K, f_K = figures.gap_bound, figures.objective
+    gap_K = figures.gap_bound
     with np.errstate(invalid="ignore", divide="ignore"):
-        if problem.rhs_NK is None:
-            base_K = np.maximum(f_K - gap_K, FLOOR * start_objective_K)
+        if zero_K is not None:
+            base_K, scale_K = figures.value - figures.rounding + zero_K - gap_K, baseline_K + zero_K
+        elif problem.rhs_NK is None:
+            base_K = figures.value - figures.rounding - gap_K
         else:
-            base_K = np.maximum(start_objective_K - f_K, FLOOR * scale_K)
-        ratio_K = np.where(gap_K == 0.0, 0.0, gap_K / base_K)
+            base_K = baseline_K - figures.value - figures.rounding
+        ratio_K = np.where(gap_K == 0.0, 0.0, gap_K / np.maximum(np.maximum(base_K, FLOOR * scale_K), 0.0))
     return np.where(np.isnan(ratio_K), np.inf, ratio_K)
 
 
@@ -201,11 +190,11 @@ def _split(
 ) -> tuple[Array, Array]:
     """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too."""
     xp = namespace(rho_NK)
-    free_NK = xp.where(mask_NK, rho_NK, xp.zeros((), dtype=rho_NK.dtype) if xp is np else 0.0)
+    free_NK = masked(rho_NK, mask_NK)
     if not problem.has_bounds:
         return free_NK, rho_NK[:0].sum(0)
     zero_NK = price_NK = xp.zeros_like(rho_NK)
-    diagonal_N1 = cert.diagonal_N[:, None]
+    diagonal_N1 = cert.root_N[:, None] ** 2
     for bound_NK, sign in ((problem.upper_NK, 1.0), (problem.lower_NK, -1.0)):
         if bound_NK is None:
             continue
@@ -219,15 +208,13 @@ def _split(
     return free_NK, price_NK.sum(0)
 
 
-def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, back_NK: Array, mask_NK: Array) -> Array:
+def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: Array, mask_NK: Array) -> Array:
     """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
-    noise_K = cert.rounding * column_norms(back_NK)
+    error = gamma(free_NK.shape[0])
     if cert.factor_NN is None:
-        return _per_column_term(problem, free_NK, noise_K, mask_NK)
-    n = free_NK.shape[0]
-    solved_NK = solve_lower(cert.factor_NN, free_NK)
-    slack = 1.0 + 2.02 * (n + 2) * UNIT * (cert.norm / cert.lambda_min) ** 0.5  # the triangular solve's own error
-    term_K = (slack * column_norms(solved_NK) + noise_K / cert.lambda_min**0.5) ** 2
+        return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
+    norm_K = column_norms(solve_lower(cert.factor_NN, free_NK))
+    term_K = (norm_K + error * cert.condition**0.5 * (norm_K + reach_K)) ** 2
     if cert.dead_N is None:
         return term_K
     xp = namespace(free_NK)  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded
@@ -236,7 +223,10 @@ def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, back_N
 
 
 def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: Array, mask_NK: Array) -> Array:
-    """Without a shared factor (H singular, no damping): factor each column's own A_II, while that stays cheap."""
+    """Without a shared factor (H singular, no damping): factor each column's own A_II, while that stays cheap.
+
+    ``noise_K`` · √A_ii bounds the error of entry i of the residual.
+    """
     a_NN, s_NK, noise = to_numpy(problem.damped_hessian("float64")), to_numpy(free_NK), to_numpy(noise_K)
     kept_NK = to_numpy(mask_NK)
     out_K = np.full(s_NK.shape[1], np.nan)
@@ -253,28 +243,23 @@ def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: Array, mask_NK:
             out_K[j] = np.inf
             continue
         out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], noise[j])
-    if kind_of(free_NK) == "torch":
-        return namespace(free_NK).as_tensor(out_K, device=free_NK.device)
-    return out_K
+    return like(out_K, free_NK)
 
 
 def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> float:
-    n = len(s_I)
-    if n == 0:
+    if not len(s_I):
         return 0.0
-    error = 1.01 * (n + 1) * UNIT * float(np.trace(block_II))
-    shift = 4.0 * error
-    factor_II = cholesky(add_to_diagonal(block_II, -shift))
+    factor_II, condition = own_factor(block_II)
     if factor_II is None:
         return np.nan
-    return float((np.linalg.norm(solve_lower(factor_II, s_I[:, None])) * 1.01 + noise / (shift - 2.0 * error) ** 0.5) ** 2)
+    error, norm = gamma(len(s_I)), float(np.linalg.norm(solve_lower(factor_II, s_I[:, None])))
+    return (norm + condition**0.5 * (error * norm + noise)) ** 2
 
 
 def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
     """max over the free entries of |s_i| / √A_ii, (K,): the square root of an objective."""
-    diagonal_N = cert.diagonal_N
-    xp = namespace(diagonal_N)
-    scale_N = xp.where(diagonal_N > 0, diagonal_N, xp.ones_like(diagonal_N)) ** 0.5
+    xp = namespace(cert.root_N)
+    scale_N = xp.where(cert.root_N > 0, cert.root_N, xp.ones_like(cert.root_N))
     if free_NK.shape[0] == 0:
         return free_NK.sum(0)
     return column_norms(free_NK / scale_N[:, None], np.inf)
@@ -284,7 +269,7 @@ def _largest_energy(back_NK: Array, cert: Certificate) -> Array:
     """max over all entries of |Δ_i| · √A_ii, (K,): the square root of an objective."""
     if back_NK.shape[0] == 0:
         return back_NK.sum(0)
-    return column_norms(back_NK * (cert.diagonal_N**0.5)[:, None], np.inf)
+    return column_norms(back_NK * cert.root_N[:, None], np.inf)
 
 
 def _underflown(root_K: Array) -> Array:

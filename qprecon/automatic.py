@@ -7,6 +7,7 @@ import importlib.metadata
 
 from . import registry
 from .errors import UnsupportedError
+from .interface import Backend
 from .interop import dtype_name
 from .problem import ColumnQP
 
@@ -61,7 +62,7 @@ def dtype_name_of(dtype: object) -> str:
     return text.removeprefix("torch.")
 
 
-def versions(record: registry.Backend) -> dict[str, str]:
+def versions(record: Backend) -> dict[str, str]:
     """Versions of qprecon, the array libraries' and the backend's packages."""
     found = {name: _version(name) for name in ("qprecon", "numpy", "scipy", *record.requires)}
     return {name: version for name, version in found.items() if version}

@@ -1,7 +1,7 @@
 """Files as they are found. Whatever reads one does so here, so that what is wrong with a file is one line with its name.
 
-`reading` is the boundary: inside it a library's own error becomes `BadFileError`, which says what the file is instead (a git-lfs pointer, an
-HTML page, cut short, …). `open_text`, `read_text`, `read_json` and `read_npz` are what most callers need.
+`reading` is the boundary: inside it a library's own error becomes `BadFileError`, which says what the file is instead (a git-lfs
+pointer, an HTML page, cut short, …). `open_text`, `read_text`, `read_json` and `read_npz` are what most callers need.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class Fitted:
 
     def nearest(self, w_NK: Array) -> Array:
         """Each weight's nearest value on the grid, (N, K), in the dtype of ``w_NK``."""
-        if not self.grid.scaled:
+        if self.grid.unit is not None and not self.grid.scaled:
             return self.grid.unit.nearest(w_NK)
         return self.rows(slice(0, w_NK.shape[0])).nearest(w_NK)
 

@@ -38,6 +38,13 @@ class Place:
             return "cuda" if platform == "gpu" else platform
         return "cpu" if self.device is None else self.device.type
 
+    @property
+    def torch_device(self) -> Any:
+        """The ``torch.device`` that the core computes on, where its library is torch."""
+        import torch
+
+        return self.device if self.kind == "torch" else torch.device("cuda", getattr(self.device, "local_hardware_id", 0))
+
 
 def kind_of(x: Any) -> str:
     """``"torch"``, ``"jax"`` or ``"numpy"`` (anything else that numpy can read), without importing either."""
@@ -73,8 +80,7 @@ def to_core(x: Any, place: Place) -> Array:
         x = torch.from_dlpack(x)
     elif kind == "numpy":
         x = torch.as_tensor(np.ascontiguousarray(_native(np.asarray(x))))  # torch knows neither negative strides nor swapped bytes
-    device = place.device if place.kind == "torch" else torch.device("cuda", getattr(place.device, "local_hardware_id", 0))
-    return x.detach().to(device)
+    return x.detach().to(place.torch_device)
 
 
 def _native(x: np.ndarray) -> np.ndarray:
@@ -117,7 +123,7 @@ def to_library(x: Array, library: str) -> Array:
     import jax
 
     with jax_x64(dtype_name(x) == "float64" or bool(jax.config.jax_enable_x64)):  # without it jax would round float64 to float32
-        if kind_of(x) == "torch" and x.device.type == "cuda":
+        if device_type(x) == "cuda":
             return jax.dlpack.from_dlpack(x.contiguous())
         return jax.numpy.asarray(to_numpy(x))
 
@@ -172,14 +178,24 @@ def namespace(x: Array) -> Any:
     return sys.modules["torch"] if kind_of(x) == "torch" else np
 
 
+def device_type(x: Array) -> str:
+    """``"cpu"``, ``"cuda"``, … of a core array."""
+    return x.device.type if kind_of(x) == "torch" else "cpu"
+
+
+def like(x: np.ndarray, near: Array) -> Array:
+    """A numpy array, its dtype kept, as an array of the kind and on the device of ``near``."""
+    return namespace(near).as_tensor(x, device=near.device) if kind_of(near) == "torch" else x
+
+
 def synchronize(x: Array) -> None:
     """Wait for the device of ``x``, so that a clock read next to it means something."""
-    if kind_of(x) == "torch" and x.device.type == "cuda":
+    if device_type(x) == "cuda":
         sys.modules["torch"].cuda.synchronize(x.device)
 
 
 def describe_device(x: Array) -> str:
     """The device in words, for reports."""
-    if kind_of(x) == "torch" and x.device.type == "cuda":
+    if device_type(x) == "cuda":
         return f"{x.device} ({sys.modules['torch'].cuda.get_device_name(x.device)})"
     return str(x.device) if kind_of(x) == "torch" else "cpu"

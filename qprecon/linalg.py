@@ -65,6 +65,22 @@ def solve_lower(factor_NN: Array, b_NK: Array) -> Array:
     return scipy.linalg.solve_triangular(factor_NN, b_NK, lower=True, check_finite=False)
 
 
+def upper_inverse_factor(a_NN: Array) -> Array | None:
+    """U, upper triangular, with UᵀU = A⁻¹, or None where A is not positive definite numerically."""
+    if kind_of(a_NN) == "torch":
+        torch = namespace(a_NN)
+        lower_NN = cholesky(a_NN.flip(0, 1))
+        if lower_NN is None:
+            return None
+        identity_NN = torch.eye(len(a_NN), dtype=a_NN.dtype, device=a_NN.device)
+        return torch.linalg.solve_triangular(lower_NN.flip(0, 1), identity_NN, upper=True)
+    lower_NN = cholesky(a_NN[::-1, ::-1])
+    if lower_NN is None:
+        return None
+    upper_NN = np.triu(lower_NN[::-1, ::-1])
+    return scipy.linalg.solve_triangular(upper_NN, np.eye(len(a_NN), dtype=a_NN.dtype), lower=False, check_finite=False)
+
+
 def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
     """A copy of ``a`` with ``value`` (scalar or (N,)) added to its diagonal."""
     if kind_of(a_NN) == "torch":
@@ -74,6 +90,27 @@ def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
     out = a_NN.copy()
     out.reshape(-1)[:: out.shape[0] + 1] += value
     return out
+
+
+def identity(n: int, near: Array) -> Array:
+    """The (n, n) identity, of the kind, dtype and device of ``near``."""
+    xp = namespace(near)
+    return xp.eye(n, dtype=near.dtype) if xp is np else xp.eye(n, dtype=near.dtype, device=near.device)
+
+
+def masked(x_NK: Array, mask_NK: Array) -> Array:
+    """``x`` where the mask is True, 0 elsewhere (also where ``x`` is not finite)."""
+    xp = namespace(x_NK)
+    return xp.where(mask_NK, x_NK, xp.zeros((), dtype=x_NK.dtype) if xp is np else 0.0)
+
+
+def bfloat16_parts(x: Array, count: int) -> Iterator[Array]:
+    """A float32 tensor as a sum of bfloat16 ones, the largest first: two leave 2⁻¹⁶ of it, three nothing."""
+    for left in reversed(range(count)):
+        part = x.bfloat16()
+        yield part
+        if left:
+            x = x - part
 
 
 def frobenius_norm(a_NN: Array) -> float:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .interop import Array, cast, dtype_name, namespace, to_numpy
+from .hessian import Hessian
+from .interop import Array, cast, dtype_name, like, to_numpy
+from .linalg import add_to_diagonal
 
 
 def power_of_two(x: np.ndarray) -> np.ndarray:
@@ -30,17 +32,20 @@ class Scaling:
     input_N1: Array
     scale_columns: bool = True
 
-    def hessian(self, damped_NN: Array) -> Array:
-        """H' in the dtype of ``damped_NN``."""
-        s_N1 = cast(self.input_N1, dtype_name(damped_NN))
-        return damped_NN * (s_N1 / self.hessian_scale) * s_N1[:, 0][None, :]
+    def hessian(self, hessian: Hessian, dtype: str) -> Array:
+        """S (H + λI) S / h in the given dtype. H is scaled before it is rounded: its numbers may lie outside the dtype's range."""
+        wider = "float64" if "float64" in (dtype, dtype_name(hessian.hessian_NN)) else "float32"
+        s_N1 = cast(self.input_N1, wider)
+        scaled_NN = cast(hessian.hessian_NN, wider) * (s_N1 / self.hessian_scale) * s_N1[:, 0][None, :]
+        ridge_N = hessian.ridge / self.hessian_scale * self.input_N1[:, 0] ** 2
+        return add_to_diagonal(cast(scaled_NN, dtype), cast(ridge_N, dtype))
 
     def columns(self, energy_K: np.ndarray) -> ColumnScaling:
         """Add the factors t of some columns, from the objective scale of each, (K,), in the units of the problem."""
         factor_K = np.ones(len(energy_K))
         if self.scale_columns:
             factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
-        return ColumnScaling(self, _as_core(factor_K, self.input_N1)[None, :])
+        return ColumnScaling(self, like(factor_K, self.input_N1)[None, :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,34 +64,34 @@ class ColumnScaling:
         return w_NK * self._factor(w_NK)
 
     def linear(self, g_NK: Array) -> Array:
-        """g or a residual to g'."""
+        """g to g'."""
         dtype = dtype_name(g_NK)
         input_N1 = cast(self.layer.input_N1 / self.layer.hessian_scale, dtype)
         return g_NK * input_N1 / cast(self.column_1K, dtype)
+
+    def residual(self, rho_NK: Array, unit: float) -> Array:
+        """A residual that is given in units of ``unit`` to the scaled problem's: no number on the way leaves the dtype's range."""
+        dtype = dtype_name(rho_NK)
+        return rho_NK * cast(self.layer.input_N1 * (unit / self.layer.hessian_scale), dtype) / cast(self.column_1K, dtype)
 
     def objective(self, f_K: Array) -> Array:
         """An objective (or a difference of two), (K,) float64, to the scaled problem's."""
         return f_K / (self.layer.hessian_scale * self.column_1K[0] ** 2)
 
-    def _factor(self, like_NK: Array) -> Array:
-        dtype = dtype_name(like_NK)
+    def _factor(self, near_NK: Array) -> Array:
+        dtype = dtype_name(near_NK)
         return cast(self.layer.input_N1, dtype) * cast(self.column_1K, dtype)
 
 
-def layer_scaling(kind: str, damped_NN: Array) -> Scaling:
+def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:
     """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none". ValueError for an H below the dtype's normal numbers."""
-    diagonal_N = to_numpy(cast(damped_NN.diagonal(), "float64"))
+    core_N = cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge
+    diagonal_N = to_numpy(core_N)
     live_N = diagonal_N > 0
     mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() and kind != "none" else 1.0
-    dtype = dtype_name(damped_NN)
-    if mean < np.finfo(dtype).tiny:
+    if mean < float(np.finfo(dtype).tiny):
         raise ValueError(f"H is too small for {dtype}: its mean diagonal is about {mean:.1e}; scale it up")
     input_N = np.ones_like(diagonal_N)
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))
-    return Scaling(mean, _as_core(input_N, cast(damped_NN.diagonal(), "float64"))[:, None], scale_columns=kind != "none")
-
-
-def _as_core(x: np.ndarray, like: Array) -> Array:
-    xp = namespace(like)
-    return x if xp is np else xp.as_tensor(x, device=like.device)
+    return Scaling(mean, like(input_N, core_N)[:, None], scale_columns=kind != "none")

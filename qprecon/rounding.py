@@ -195,7 +195,7 @@ class _Unscaled(Rows):
         super().__init__(grid, None)
 
     def nearest(self, w_BK: Array) -> Array:
-        return self.grid.unit.nearest(w_BK)
+        return w_BK if self.grid.unit is None else self.grid.unit.nearest(w_BK)
 
     def row(self, i: int) -> Rows:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from .errors import NotOptimalError
-from .interop import Array
+from .interop import Array, cast, dtype_name, from_core, to_core
+from .problem import ColumnQP
 from .status import Status
 
 
@@ -62,6 +64,7 @@ class Solution:
         fell_back: (K,) bool: the backend's answer was worse than the start or not finite, and the start is returned.
         tol: the relative gap that was asked for.
         timing, provenance: see their classes.
+        problem: what was solved. It holds H and W; drop the solution, or ``replace`` this by None, where they are to be freed.
     """
 
     weights: Array
@@ -78,6 +81,23 @@ class Solution:
     tol: float
     timing: Timing
     provenance: Provenance
+    problem: ColumnQP | None = None
+
+    @functools.cached_property
+    def residual(self) -> Array:
+        """ρ = rhs + λW − (H + λI)Ŵ, (N, K), minus half the gradient: of the weights' kind and dtype, made when first asked for.
+
+        Computed as (H + λI)(W − Ŵ), and rhs − HW where there is one, in float64. On pruned entries it is the gradient that decides
+        which of them would gain most by being kept.
+        """
+        if self.problem is None:
+            raise ValueError("the solution was parted from its problem, so it has no residual")
+        problem = self.problem
+        new_NK = cast(to_core(self.weights, problem.place), "float64")
+        rho_NK = problem.damped_product(cast(problem.weights_NK, "float64") - new_NK)
+        g_NK = problem.linear("float64")
+        rho_NK = rho_NK if g_NK is None else rho_NK + g_NK
+        return from_core(cast(rho_NK, dtype_name(to_core(self.weights, problem.place))), problem.place)
 
     @property
     def optimal(self) -> np.ndarray:

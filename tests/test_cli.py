@@ -15,8 +15,8 @@ import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
 from qprecon.llm.model.targets import ATTENTION
-from qprecon.llm.pruning.options import default_text, flag_of, options
-from qprecon.llm.pruning.recipe import Recipe, Run
+from qprecon.llm.settings.options import default_text, flag_of, options
+from qprecon.llm.settings.recipe import Recipe, Run
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 

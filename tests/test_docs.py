@@ -14,8 +14,8 @@ import pytest
 import qprecon
 from qprecon import cli
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS
-from qprecon.llm.pruning.recipe import ALIASES
-from qprecon.llm.pruning.recipe_file import load_recipe
+from qprecon.llm.settings.recipe import ALIASES
+from qprecon.llm.settings.recipe_file import load_recipe
 from qprecon.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ def test_it_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "site" / "api" / "index.html").read_text()
-    for name in ("qprecon.solve", "qprecon.llm.prune_model", "qprecon.registry.Capabilities"):
+    for name in ("qprecon.solve", "qprecon.llm.prune_model", "qprecon.interface.Capabilities"):
         assert f'id="{name}"' in reference
     assert not re.search(r'<(script|link)[^>]+(src|href)="https?://', reference.replace('rel="canonical"', ""))
 

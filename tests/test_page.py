@@ -12,7 +12,7 @@ import pytest
 from qprecon import cli
 from qprecon.llm import prune_model
 from qprecon.llm.evaluation import assessment
-from qprecon.llm.pruning import recipe_file
+from qprecon.llm.settings import recipe_file
 from qprecon.llm.storage import output
 from qprecon.page import runs, write_page
 from qprecon.page.charts import _linear_scale, _log_scale

@@ -13,6 +13,7 @@ import pytest
 import qprecon
 from qprecon import registry
 from qprecon._options import check_values
+from qprecon.interface import Backend, RawColumns
 
 from .small_problems import check_against_cholesky, check_limits, problem
 
@@ -25,7 +26,7 @@ def block(language: str) -> str:
 
 def plain(name: str, **fields) -> str:
     arguments = "".join(f", {key}={value!r}" for key, value in fields.items())
-    return f"from qprecon.registry import Backend\nRECORD = Backend({name!r}, {name!r} + '_target', 'a test'{arguments})\n"
+    return f"from qprecon.interface import Backend\nRECORD = Backend({name!r}, {name!r} + '_target', 'a test'{arguments})\n"
 
 
 def test_the_guide_is_short():
@@ -114,7 +115,7 @@ def test_options_can_override_scaling_and_warm_start(monkeypatch):
     def prepare(system, options):
         def solve_chunk(chunk):
             seen.append((np.diag(system.hessian_NN), chunk.weights_NK))
-            return registry.RawColumns(chunk.start_NK)
+            return RawColumns(chunk.start_NK)
 
         return solve_chunk
 
@@ -126,7 +127,7 @@ def test_options_can_override_scaling_and_warm_start(monkeypatch):
         def scaling(self):
             return "none" if self.raw else None
 
-    record = registry.Backend("probe", "probe_target", "a test")
+    record = Backend("probe", "probe_target", "a test")
     monkeypatch.setitem(sys.modules, "probe_target", type(sys)("probe_target"))
     sys.modules["probe_target"].prepare, sys.modules["probe_target"].Options = prepare, Options
     monkeypatch.setattr(registry, "BUILT_IN", (*registry.BUILT_IN, record))

@@ -67,7 +67,7 @@ def _block(
         row = tl.load(a_ptr + i * a_stride + rows, rows < n, 0.0)  # A is symmetric: its row is its column
         curvature = tl.sum(tl.where(rows == i, row, 0.0), 0)
         here = tl.sum(tl.where((rows == i)[:, None], r, 0.0), 0)
-        at = i.to(tl.int64)
+        at = tl.full((), 0, tl.int64) + i
         q = tl.load(q_ptr + at * q_stride + cols, cols < k, 0.0)
         kept = tl.load(mask_ptr + at * mask_stride + cols, cols < k, 0) != 0
         aim = q + here / tl.where(curvature > 0.0, curvature, 1.0)

@@ -8,6 +8,7 @@ gave 3e-7 at most. Fᵀx took about as long as in float32, Ft down to half as lo
 from __future__ import annotations
 
 from ..interop import Array, namespace
+from ..linalg import bfloat16_parts
 from ._vectors import TRITON
 
 
@@ -32,7 +33,7 @@ class FactorInPieces(Factor):
     def __init__(self, factor_Nr: Array) -> None:
         super().__init__(factor_Nr)
         xp = namespace(factor_Nr)
-        high, middle, low = _split(factor_Nr)
+        high, middle, low = bfloat16_parts(factor_Nr, 3)
         self.rows_3rN = xp.cat([high, middle, low], 1).T.contiguous()
         self.wide_N6r = xp.cat([high, high, high, middle, middle, low], 1)
 
@@ -58,12 +59,4 @@ def pieces(x_NK: Array) -> Array:
         from ._triton import pieces as fused
 
         return fused(x_NK)
-    return namespace(x_NK).cat(_split(x_NK), 1)
-
-
-def _split(x: Array) -> tuple[Array, Array, Array]:
-    """High, middle and low bits of float32 numbers, in bfloat16."""
-    high = x.bfloat16()
-    rest = x - high
-    middle = rest.bfloat16()
-    return high, middle, (rest - middle).bfloat16()
+    return namespace(x_NK).cat(list(bfloat16_parts(x_NK, 3)), 1)

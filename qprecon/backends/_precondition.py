@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..interop import Array, cast, dtype_name, kind_of, namespace
+from ..interop import Array, cast, device_type, dtype_name, kind_of, like, namespace
+from ..linalg import bfloat16_parts, identity
 from ._factor import Factor
 
 _OVERSAMPLING = 8
@@ -108,9 +109,7 @@ def _inner(root_Nr: Array, mask_NK: Array) -> Array:
     half = _pair_products(root_Nr, rows, cols, mask_NK)  # (K, r(r+1)/2): half, by symmetry
     place = np.zeros((rank, rank), dtype=np.int64)
     place[rows, cols] = place[cols, rows] = np.arange(len(rows))
-    index = place.reshape(-1)
-    if kind_of(root_Nr) == "torch":
-        index = xp.as_tensor(index, device=root_Nr.device)
+    index = like(place.reshape(-1), root_Nr)
     some = max(1, int(_INNER_BYTES // (8 * rank * rank)))  # columns whose float64 matrices are in memory together
     inner_Krr = xp.empty((k, rank, rank), dtype=half.dtype, **({} if xp is np else {"device": half.device}))
     for first in range(0, k, some):
@@ -131,16 +130,14 @@ def _pair_products(root_Nr: Array, rows: np.ndarray, cols: np.ndarray, mask_NK: 
 
 def _mask_product(mask_NK: Array, values_NR: Array) -> Array:
     """maskᵀ · values with float32 accuracy, (K, R)."""
-    if kind_of(values_NR) == "numpy" or values_NR.device.type != "cuda" or dtype_name(values_NR) != "float32":
+    if device_type(values_NR) != "cuda" or dtype_name(values_NR) != "float32":
         return cast(mask_NK, dtype_name(values_NR)).T @ values_NR
-    # 0 and 1 are exact in bfloat16 and three bfloat16 pieces hold a float32: tensor cores do it exactly, four times faster
+    # 0 and 1 are exact in bfloat16 and three bfloat16 parts hold a float32: tensor cores do it exactly, four times faster
     torch = namespace(values_NR)
     mask_KN = mask_NK.T.bfloat16()
     total = torch.zeros(mask_KN.shape[0], values_NR.shape[1], dtype=torch.float32, device=values_NR.device)
-    for _ in range(3):
-        piece = values_NR.bfloat16()
-        values_NR = values_NR - piece
-        total += torch.mm(mask_KN, piece, out_dtype=torch.float32)
+    for part in bfloat16_parts(values_NR, 3):
+        total += torch.mm(mask_KN, part, out_dtype=torch.float32)
     return total
 
 
@@ -148,9 +145,8 @@ def _inverse_plus_identity(gram_Krr: Array) -> Array:
     """(I + T)⁻¹ in float64, returned in T's dtype: T has entries near 1e5 beside the identity's 1."""
     xp, dtype = namespace(gram_Krr), dtype_name(gram_Krr)
     wide_Krr = cast(gram_Krr, "float64")
-    eye_rr = xp.eye(gram_Krr.shape[1], dtype=wide_Krr.dtype)
+    eye_rr = identity(gram_Krr.shape[1], wide_Krr)
     if kind_of(gram_Krr) == "torch":
-        eye_rr = eye_rr.to(gram_Krr.device)
         factor_Krr = xp.linalg.cholesky_ex(wide_Krr + eye_rr)[0]
         return cast(xp.cholesky_inverse(factor_Krr), dtype)
     return cast(xp.linalg.inv(wide_Krr + eye_rr), dtype)
@@ -158,7 +154,7 @@ def _inverse_plus_identity(gram_Krr: Array) -> Array:
 
 def _orthonormal(x_Nr: Array) -> Array:
     """An orthonormal basis of x's columns. On a GPU by Cholesky factors, twice: Householder's steps would keep it waiting."""
-    if kind_of(x_Nr) != "torch" or x_Nr.device.type != "cuda":
+    if device_type(x_Nr) != "cuda":
         return namespace(x_Nr).linalg.qr(x_Nr)[0]
     torch = namespace(x_Nr)
     basis_Nr = x_Nr.double()
@@ -170,14 +166,14 @@ def _orthonormal(x_Nr: Array) -> Array:
     return basis_Nr.to(x_Nr.dtype)
 
 
-def _gaussian(n: int, width: int, like: Array) -> Array:
+def _gaussian(n: int, width: int, near: Array) -> Array:
     """A fixed seed: the same call gives the same bits on the same device."""
-    if kind_of(like) == "torch":
-        torch = namespace(like)
-        generator = torch.Generator(like.device).manual_seed(0)
-        return torch.randn(n, width, generator=generator, device=like.device, dtype=like.dtype)
-    return np.random.default_rng(0).standard_normal((n, width)).astype(dtype_name(like))
+    if kind_of(near) == "torch":
+        torch = namespace(near)
+        generator = torch.Generator(near.device).manual_seed(0)
+        return torch.randn(n, width, generator=generator, device=near.device, dtype=near.dtype)
+    return np.random.default_rng(0).standard_normal((n, width)).astype(dtype_name(near))
 
 
-def _epsilon(like: Array) -> float:
-    return float(np.finfo(dtype_name(like)).eps)
+def _epsilon(near: Array) -> float:
+    return float(np.finfo(dtype_name(near)).eps)

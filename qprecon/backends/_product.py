@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..interop import Array, kind_of
+from ..interop import Array, device_type, dtype_name
 from ._factor import FactorInPieces
 
 
@@ -60,9 +60,8 @@ def chosen_precision(hessian_NN: Array, factor_Nr: Array | None, wanted: str) ->
     """bf16 for float32 data on a GPU with a low rank to split off; otherwise the full dtype."""
     able = (
         factor_Nr is not None
-        and kind_of(hessian_NN) == "torch"
-        and hessian_NN.device.type == "cuda"
-        and str(hessian_NN.dtype) == "torch.float32"
+        and device_type(hessian_NN) == "cuda"
+        and dtype_name(hessian_NN) == "float32"
     )
     if wanted == "bf16" and not able:
         raise ValueError("precision='bf16' needs float32 data on a CUDA device and preconditioner='dc'")

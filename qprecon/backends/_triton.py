@@ -1,7 +1,8 @@
 """Triton kernels of ``_vectors``: each is one pass over (N, K) float32 arrays in C order.
 
 A program handles a tile of rows by columns; column sums leave as one partial row a tile and are added by torch, in a fixed
-order, so that the same input gives the same bits.
+order, so that the same input gives the same bits. Triton launches on the process's current device, wherever the tensors are:
+each launch stands within ``torch.cuda.device`` of them.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def pieces(x_NK: torch.Tensor) -> torch.Tensor:
     """The three bfloat16 pieces of float32 numbers side by side, (N, 3K)."""
     n, k = x_NK.shape
     out = torch.empty(n, 3 * k, dtype=torch.bfloat16, device=x_NK.device)
-    _pieces[(triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS))](x_NK.contiguous(), out, n, k, _ROWS, _COLS)
+    with torch.cuda.device(x_NK.device):
+        _pieces[(triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS))](x_NK.contiguous(), out, n, k, _ROWS, _COLS)
     return out
 
 
@@ -135,21 +137,24 @@ class Fused:
         (n, k), p_NK = r_NK.shape, torch.empty_like(r_NK)
         self._low_MK = torch.empty(n + self.tail, k, dtype=torch.bfloat16, device=r_NK.device)
         scalars.active_K.fill_(True)
-        beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
-        self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, False)
+        with torch.cuda.device(r_NK.device):
+            beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
+            self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, False)
         return p_NK
 
     def advance(self, x_NK, r_NK, p_NK, q_NK, scalars):
         out, alpha_K, (n, k) = self._partial(p_NK), torch.empty_like(scalars.rz_K), p_NK.shape
-        _curvature[self._grid(p_NK)](p_NK, q_NK, out, n, k, _ROWS, _COLS)
-        _alpha[self._line(k)](
-            out, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, alpha_K, len(out), k, _LINE
-        )
-        _advance[self._grid(p_NK)](x_NK, r_NK, p_NK, q_NK, self.mask_NK, alpha_K, n, k, _ROWS, _COLS)
+        with torch.cuda.device(p_NK.device):
+            _curvature[self._grid(p_NK)](p_NK, q_NK, out, n, k, _ROWS, _COLS)
+            _alpha[self._line(k)](
+                out, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, alpha_K, len(out), k, _LINE
+            )
+            _advance[self._grid(p_NK)](x_NK, r_NK, p_NK, q_NK, self.mask_NK, alpha_K, n, k, _ROWS, _COLS)
 
     def turn(self, p_NK, r_NK, w_NK, inverse_N1, scalars):
-        beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
-        self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, True)
+        with torch.cuda.device(r_NK.device):
+            beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
+            self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, True)
 
     def low(self, p_NK):
         """p in bfloat16, which ``begin`` and ``turn`` have written, and ``tail`` rows below it."""

@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from ..interop import Array, kind_of, namespace
+from ..interop import Array, cast, device_type, dtype_name, kind_of, namespace
 from ..linalg import column_dots, take_columns
 
 TRITON = importlib.util.find_spec("triton") is not None
@@ -87,14 +87,11 @@ class Plain:
 
 def vectors(like_NK: Array, mask_NK: Array, tail: int = 0) -> Any:
     """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
-    if kind_of(like_NK) == "torch" and like_NK.device.type == "cuda" and str(like_NK.dtype) == "torch.float32":
-        if TRITON:
-            from ._triton import Fused
+    if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32":
+        from ._triton import Fused
 
-            return Fused(mask_NK.contiguous(), tail)
-    if kind_of(like_NK) == "torch":
-        return Plain(mask_NK.to(like_NK.dtype), tail)
-    return Plain(mask_NK.astype(like_NK.dtype))
+        return Fused(mask_NK.contiguous(), tail)
+    return Plain(cast(mask_NK, dtype_name(like_NK)), tail)
 
 
 def _ratio(a_K: Array, b_K: Array, usable_K: Array) -> Array:

@@ -15,8 +15,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from ..interface import Chunk, RawColumns, SolveChunk, System
 from ..interop import Array, cast, dtype_name, namespace
-from ..registry import Chunk, RawColumns, SolveChunk, System
+from ..normalise import power_of_two
 
 _EVERY = 10  # steps between two looks at the clock
 
@@ -77,13 +80,16 @@ def _descend(
     """One run; returns x and the steps taken before the deadline."""
     xp = namespace(chunk.start_NK)
     x_NK, first_NK, second_NK = (xp.zeros_like(chunk.start_NK) for _ in range(3))
-    eps = None
+    eps = unit = None
     for step in range(1, steps + 1):
         if step % _EVERY == 1 and chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             return x_NK, step - 1
         gradient_NK = -2.0 * kept_NK * (chunk.residual_NK - hessian_NN @ x_NK)
         if eps is None:
-            eps = options.eps * abs(gradient_NK).max() + 1e-300 if gradient_NK.shape[0] else 1.0
+            largest = float(abs(gradient_NK).max()) if gradient_NK.shape[0] else 0.0
+            unit = float(power_of_two(np.asarray(largest)))  # squares of the gradient in raw units may leave float32's range
+            eps = options.eps * largest / unit + 1e-300
+        gradient_NK = gradient_NK * (1.0 / unit)
         first_NK = options.beta1 * first_NK + (1.0 - options.beta1) * gradient_NK
         second_NK = options.beta2 * second_NK + (1.0 - options.beta2) * gradient_NK**2
         mean_NK = first_NK / (1.0 - options.beta1**step)

@@ -12,17 +12,19 @@ of H, so that one round mostly does.
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..interop import Array, cast, dtype_name, kind_of, namespace, to_numpy
-from ..linalg import add_to_diagonal, cholesky, column_dots, solve_lower
-from ..registry import Chunk, RawColumns, SolveChunk, System
+from ..interface import Chunk, RawColumns, SolveChunk, System
+from ..interop import Array, cast, dtype_name, like, namespace, to_numpy
+from ..linalg import add_to_diagonal, cholesky, column_dots, identity, solve_lower
 
 _ITERATION_LIMIT = 5000
+_LARGEST_RHO = 1e12
 _EVERY = 10  # iterations between two checks: each costs a product, a triangular solve and, on a GPU, a wait
 _PATIENCE = 100  # float32 iterations without progress: rounding rules then, and the core's next round computes the residual anew
 _FLOOR = 1e-6  # as in the audit: gaps are not measured relative to less than this share of the start's objective
@@ -50,9 +52,8 @@ class Options:
 
 
 def prepare(system: System, options: Options) -> SolveChunk:
-    """Factorise H once for the stopping test and H + ρI for the iteration; ρ and its inverse are kept from chunk to chunk."""
-    shared = _Shared(system.hessian_NN, options.rho)
-    return lambda chunk: _solve(shared, chunk, options)
+    """Factorise H once for the stopping test and H + ρI for the iteration."""
+    return _SolveChunk(_Shared(system.hessian_NN, options.rho), options)
 
 
 def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:
@@ -72,14 +73,30 @@ class _Shared:
         self.set_rho(rho)
 
     def set_rho(self, rho: float) -> None:
-        """Change ρ: a Cholesky factorisation and an inverse."""
+        """Change ρ: a Cholesky factorisation and an inverse. ρ is raised where H + ρI is not positive definite."""
         factor_NN = cholesky(add_to_diagonal(self.hessian_NN, rho))
-        if factor_NN is None:
-            raise ValueError(f"H + {rho:g} I is not positive definite: H is clearly indefinite")
-        xp = namespace(factor_NN)
-        place = {"device": factor_NN.device} if kind_of(factor_NN) == "torch" else {}
-        half_NN = solve_lower(factor_NN, xp.eye(factor_NN.shape[0], dtype=factor_NN.dtype, **place))
+        while factor_NN is None:
+            rho *= 10.0
+            if not rho < _LARGEST_RHO:
+                raise ValueError("H holds no finite numbers in the units of the solver")
+            factor_NN = cholesky(add_to_diagonal(self.hessian_NN, rho))
+        half_NN = solve_lower(factor_NN, identity(len(factor_NN), factor_NN))
         self.rho, self.inverse_NN = rho, half_NN.T @ half_NN
+
+
+@dataclass(frozen=True, eq=False)
+class _SolveChunk:
+    """ρ and its inverse go from chunk to chunk of a solve, not from solve to solve."""
+
+    shared: _Shared
+    options: Options
+
+    def __call__(self, chunk: Chunk) -> RawColumns:
+        return _solve(self.shared, chunk, self.options)
+
+    def fresh(self) -> _SolveChunk:
+        """One with the first ρ, for another solve; a change of ρ replaces the inverse and leaves the old one as it is."""
+        return _SolveChunk(copy.copy(self.shared), self.options)
 
 
 @dataclass(eq=False)
@@ -111,7 +128,7 @@ def _solve(shared: _Shared, chunk: Chunk, options: Options) -> RawColumns:
         stalled = done - best_at > patience
         if expired or done >= limit or stalled:
             status[running] = "time_limit" if expired else "stalled" if stalled else "iteration_limit"
-            out_NK[:, _index(running, out_NK)] = state.z_NK
+            out_NK[:, like(running, out_NK)] = state.z_NK
             break
         steps = min(_EVERY, limit - done)
         x_NK, before_NK = _iterate(shared, state, steps, options.relaxation)
@@ -123,9 +140,9 @@ def _solve(shared: _Shared, chunk: Chunk, options: Options) -> RawColumns:
             best, best_at = worst, done
         if met_K.all() or met_K.sum() * 2 > len(met_K):
             finished, left = np.flatnonzero(met_K), np.flatnonzero(~met_K)
-            out_NK[:, _index(running[finished], out_NK)] = state.z_NK[:, _index(finished, out_NK)]
-            x_NK, before_NK = x_NK[:, _index(left, x_NK)], before_NK[:, _index(left, x_NK)]
-            state, running = state.take(_index(left, out_NK)), running[left]
+            out_NK[:, like(running[finished], out_NK)] = state.z_NK[:, like(finished, out_NK)]
+            x_NK, before_NK = x_NK[:, like(left, x_NK)], before_NK[:, like(left, x_NK)]
+            state, running = state.take(like(left, out_NK)), running[left]
         if options.adapt and len(running) and done >= next_balance:
             next_balance *= 2
             _balance(shared, state, x_NK, before_NK)
@@ -185,7 +202,3 @@ def _balance(shared: _Shared, state: _State, x_NK: Array, before_NK: Array) -> N
         return
     state.u_NK = state.u_NK * (shared.rho / rho)
     shared.set_rho(rho)
-
-
-def _index(x: np.ndarray, like: Array) -> Array:
-    return namespace(like).as_tensor(x, device=like.device) if kind_of(like) == "torch" else x

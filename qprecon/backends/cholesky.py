@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from ..interop import Array, cast, dtype_name, kind_of, namespace
-from ..registry import Chunk, RawColumns, SolveChunk, System
+from ..interface import Chunk, RawColumns, SolveChunk, System
+from ..interop import Array, cast, device_type, dtype_name, kind_of, namespace
 
 _GPU_BATCH_BYTES = 2e9
 
@@ -25,7 +25,7 @@ class Options:
 
 def prepare(system: System, options: Options) -> SolveChunk:
     """Nothing is shared between columns but H itself."""
-    if kind_of(system.hessian_NN) == "torch" and system.hessian_NN.device.type != "cpu":
+    if device_type(system.hessian_NN) != "cpu":
         return lambda chunk: _solve_batched(system.hessian_NN, chunk)
     return lambda chunk: _solve_columns(system.hessian_NN, chunk)
 

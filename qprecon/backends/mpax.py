@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpax.utils import QuadraticProgrammingProblem, TerminationStatus
 
-from ..registry import Chunk, RawColumns, SolveChunk, System
+from ..interface import Chunk, RawColumns, SolveChunk, System
 from ._jax import bucket, compiled, precision, root_logger_kept, start_without_preallocation
 from ._rapdhg import WORDS, shared_problem, solve_columns
 

@@ -20,9 +20,10 @@ import numpy as np
 import osqp
 import scipy.sparse as sparse
 
-from ..registry import Chunk, RawColumns, SolveChunk, System
+from ..interface import Chunk, RawColumns, SolveChunk, System
 
 _ITERATION_LIMIT = 20_000
+_RHO = 0.1  # OSQP's first penalty, which it adapts
 _WORDS = {
     osqp.SolverStatus.OSQP_SOLVED: "solved",
     osqp.SolverStatus.OSQP_SOLVED_INACCURATE: "solved inaccurately",
@@ -90,7 +91,7 @@ def _set_up(upper_NN: Any, options: Options) -> osqp.OSQP:
     zero_N = np.zeros(n)
     solver = osqp.OSQP()
     identity_NN = sparse.identity(n, format="csc")
-    solver.setup(upper_NN, zero_N, identity_NN, zero_N, zero_N, verbose=False, scaling=0, polishing=options.polishing)
+    solver.setup(upper_NN, zero_N, identity_NN, zero_N, zero_N, verbose=False, scaling=0, rho=_RHO, polishing=options.polishing)
     return solver
 
 
@@ -116,6 +117,8 @@ def _work(solver: osqp.OSQP, chunk: Chunk, columns: Any, lock: Any, out: RawColu
         result = solver.solve(raise_error=False)
         out.reported_status[j] = _WORDS.get(result.info.status_val, result.info.status)
         out.iterations[j] = result.info.iter
+        if result.info.rho_updates:  # what one column taught is not the next one's, which may be another thread's or solve's
+            solver.update_settings(rho=_RHO)
         if result.x is not None and np.isfinite(result.x).all():
             out.weights_NK[:, j] += np.clip(result.x, lower_N, upper_N)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..interop import Array, cast, kind_of, namespace, to_numpy
+from ..interface import Chunk, RawColumns, SolveChunk, System
+from ..interop import Array, cast, device_type, like, namespace, to_numpy
 from ..linalg import column_dots, take_columns
-from ..registry import Chunk, RawColumns, SolveChunk, System
 from . import _precondition as precondition
 from ._factor import Factor, FactorInPieces
 from ._product import Full, chosen_precision, product
@@ -78,7 +78,7 @@ def bytes_per_column(n_inputs: int, itemsize: int, options: Any) -> float:
 
 def prepare(system: System, options: Options) -> SolveChunk:
     """Sketch H and choose the product once a layer."""
-    rank = chosen_rank(system.hessian_NN.shape[0], options, _device(system.hessian_NN))
+    rank = chosen_rank(system.hessian_NN.shape[0], options, device_type(system.hessian_NN))
     shared = precondition.low_rank(system.hessian_NN, system.ridge, rank, options.power_steps) if rank else None
     factor_Nr = None if shared is None else shared.factor_Nr
     usual = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
@@ -113,7 +113,7 @@ def _padded(chunk: Chunk, more: int) -> Chunk:
 
 def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarray) -> RawColumns:
     """Columns on which dc broke down go on with Jacobi, which is positive whatever the rounding."""
-    at = _index(broken, hessian_NN)
+    at = like(broken, hessian_NN)
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
     rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
     gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
@@ -130,13 +130,9 @@ def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarr
     return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, "jacobi_columns": len(broken)})
 
 
-def _device(x: Array) -> str:
-    return x.device.type if kind_of(x) == "torch" else "cpu"
-
-
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
     ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail)
-    state, out, device = _State.begin(chunk, ops, apply), None, _device(chunk.residual_NK)
+    state, out, device = _State.begin(chunk, ops, apply), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     for iteration in range(1, limit + 1):
         state.step(multiply)
@@ -166,7 +162,7 @@ class _Out:
 
     def put(self, state: _State, status: str) -> None:
         """Write the state's columns to their places."""
-        self.x_NK[:, _index(self.running, self.x_NK)] = state.x_NK
+        self.x_NK[:, like(self.running, self.x_NK)] = state.x_NK
         self.words[self.running], self.iterations[self.running] = state.report(status)
 
 
@@ -181,11 +177,7 @@ def _leave_finished(out: _Out | None, state: _State) -> tuple[_Out | None, _Stat
         out = _Out(xp.empty_like(state.x_NK), np.full(width, "", object), np.zeros(width, np.int64), np.arange(width))
     out.put(state, "")
     out.running = out.running[active]
-    return out, state.take(_index(active, state.x_NK))
-
-
-def _index(x: np.ndarray, like: Array) -> Array:
-    return namespace(like).as_tensor(x, device=like.device) if kind_of(like) == "torch" else x
+    return out, state.take(like(active, state.x_NK))
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args
 
-from qprecon.llm.pruning.options import Option, default_text, flag_of, options, type_hints
-from qprecon.llm.pruning.recipe import SHORTHANDS, Recipe, Run
+from qprecon.llm.settings.options import Option, default_text, flag_of, options, type_hints
+from qprecon.llm.settings.recipe import SHORTHANDS, Recipe, Run
 
 _POSITIONAL = ("model", "out")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from qprecon.llm.pruning.options import options
-from qprecon.llm.pruning.recipe import Run
+from qprecon.llm.settings.options import options
+from qprecon.llm.settings.recipe import Run
 
 from ._flags import add_options, given
 from ._stop import Terminated
@@ -43,7 +43,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
     from qprecon.llm import prune_model
-    from qprecon.llm.pruning.recipe_file import command_words, save_recipe
+    from qprecon.llm.settings.recipe_file import command_words, save_recipe
     from qprecon.llm.storage.output import partial_folder
 
     flags = given(arguments)

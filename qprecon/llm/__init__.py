@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qprecon.llm.evaluation.perplexities import perplexity
     from qprecon.llm.pruning.loop import prune_model
-    from qprecon.llm.pruning.recipe import Recipe
     from qprecon.llm.reporting.report import PruneReport
+    from qprecon.llm.settings.recipe import Recipe
 
 __all__ = ["PruneReport", "Recipe", "perplexity", "prune_model"]
 
 _PLACES = {
     "PruneReport": "qprecon.llm.reporting.report",
-    "Recipe": "qprecon.llm.pruning.recipe",
+    "Recipe": "qprecon.llm.settings.recipe",
     "perplexity": "qprecon.llm.evaluation.perplexities",
     "prune_model": "qprecon.llm.pruning.loop",
 }

@@ -69,6 +69,11 @@ def start(problem: Problem) -> np.ndarray:
     return np.clip(problem.weights_NK, *bounds(problem))
 
 
+def mass(problem: Problem, new_NK: np.ndarray) -> np.ndarray:
+    """Σ √A_ii |ŵ_i − w_i|, (K,): rounding errors of f are small beside its square."""
+    return np.sqrt(np.diag(damped(problem))) @ np.abs(new_NK - problem.weights_NK)
+
+
 def energy(problem: Problem) -> np.ndarray:
     """The size of the numbers that make up a column's objective: what its rounding errors are relative to, (K,)."""
     delta_NK = start(problem) - problem.weights_NK

@@ -141,15 +141,19 @@ def test_public_functions_work_twice_after_importing_everything() -> None:
         problem = qprecon.ColumnQP(arguments["H"], arguments["W"], arguments["mask"], damping=0.01)
         assert isinstance(qprecon.box_form(problem), qprecon.BoxForm)
         assert isinstance(qprecon.reduced_form(problem, 1), qprecon.ReducedForm)
+        prepared = qprecon.prepare(arguments["H"], damping=0.01)
+        audit = prepared.audit(arguments["W"], arguments["mask"], solution.weights)
+        assert isinstance(prepared, qprecon.PreparedHessian) and isinstance(audit, qprecon.Audit)
         assert "cholesky" in qprecon.available_backends()
         for name in qprecon.__all__:
             value = getattr(qprecon, name)
             if inspect.isclass(value) and issubclass(value, Exception):
                 with pytest.raises(value, match="told"):
                     raise value("told")
-    called = {"solve", "ColumnQP", "box_form", "BoxForm", "reduced_form", "ReducedForm", "available_backends", "Solution", "Timing"}
+    called = {"solve", "prepare", "PreparedHessian", "Audit", "ColumnQP", "box_form", "BoxForm", "reduced_form", "ReducedForm"}
+    called |= {"available_backends", "Solution", "Timing", "Provenance", "Status", "llm"}
     errors = {name for name in qprecon.__all__ if name.endswith("Error")}
-    assert set(qprecon.__all__) == called | errors | {"Provenance", "Status", "llm"}, "a public name that this test does not use"
+    assert set(qprecon.__all__) == called | errors, "a public name that this test does not use"
 
 
 def test_unknown_attribute() -> None:
@@ -418,7 +422,7 @@ def test_available_backends() -> None:
         assert set(entry) == {"installed", "summary", "extra", "missing", "capabilities"}, name
         assert entry["installed"] == (not entry["missing"])
         assert entry["summary"]
-        assert {"bounds", "linear", "devices", "dtypes", "form"} <= set(entry["capabilities"])
+        assert {"bounds", "linear", "devices", "dtypes", "scaling"} <= set(entry["capabilities"])
         if registry.find(name).requires:
             assert entry["extra"], f"{name} needs packages, and no extra is named that brings them"
     assert [name for name in ("mpax", "osqp", "cvxpy") if not listed[name]["capabilities"]["bounds"]] == []

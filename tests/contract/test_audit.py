@@ -11,7 +11,8 @@ import pytest
 
 import qprecon
 from qprecon import Status
-from qprecon.audit import FLOOR, Audit, Certificate, audit, certificate, relative_gap
+from qprecon.audit import FLOOR, Figures, audit, relative_gap
+from qprecon.certificate import Certificate, certificate
 
 from . import reference
 from .families import FAMILIES, Problem, real_layers, real_problem
@@ -154,9 +155,9 @@ def test_independent_oracle(name: str) -> None:
         np.testing.assert_allclose([truth.objective_K[j], solution.objective[j]], oracle, rtol=1e-7)
 
 
-def _figures(objective: float, gap_bound: float) -> Audit:
+def _figures(value: float, gap_bound: float, rounding: float = 0.0) -> Figures:
     one = lambda x: np.array([x])  # noqa: E731
-    return Audit(one(objective), one(gap_bound), one(0.0), one(0.0), np.zeros((1, 1)))
+    return Figures(one(value), one(gap_bound), one(0.0), one(0.0), one(value), one(rounding), one(0.0), np.zeros((1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,15 @@ def test_relative_gap_default_rhs(objective: float, gap_bound: float, start: flo
     problem = qprecon.ColumnQP(np.eye(1), np.ones((1, 1)), np.ones((1, 1), dtype=bool))
     found = relative_gap(problem, _figures(objective, gap_bound), np.array([start]), np.array([start]))
     np.testing.assert_allclose(found, [expected])
+
+
+def test_relative_gap_allows_for_rounding() -> None:
+    """What f may be too large by is not there to divide by."""
+    problem = qprecon.ColumnQP(np.eye(1), np.ones((1, 1)), np.ones((1, 1), dtype=bool))
+    found = relative_gap(problem, _figures(1.0, 0.1, rounding=0.4), np.array([2.0]), np.array([2.0]))
+    np.testing.assert_allclose(found, [0.1 / 0.5])
+    found = relative_gap(problem, _figures(1.0, 0.1, rounding=2.0), np.array([2.0]), np.array([2.0]))
+    np.testing.assert_allclose(found, [0.1 / (2.0 * FLOOR)])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 import qprecon
 from qprecon import Status, registry
-from qprecon.registry import Backend, Capabilities, Chunk, RawColumns, System
+from qprecon.interface import Backend, Capabilities, Chunk, RawColumns, System
 
 from . import cases, reference
 from .families import FAMILIES, Problem

@@ -10,7 +10,8 @@ import pytest
 import qprecon
 
 LLM = pathlib.Path(qprecon.__file__).parent / "llm"
-ROOMS = ("model", "calibration", "masks", "reporting", "storage", "pruning", "evaluation")  # each builds on those before it
+# Each builds on those before it.
+ROOMS = ("model", "calibration", "masks", "settings", "reporting", "storage", "pruning", "evaluation")
 MOST_FILES = 12
 
 

@@ -17,19 +17,9 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.memory import choose_store, stored
-from qprecon.llm.calibration.replay import (
-    Call,
-    FromBlock,
-    ReplayCheck,
-    Turns,
-    Unknown,
-    marked,
-    run_block,
-    same_tensor,
-    split_call,
-    unknown,
-)
-from qprecon.llm.model.blocks import Block, no_other_stack
+from qprecon.llm.calibration.replay import Call, run_block, split_call
+from qprecon.llm.model.blocks import Block
+from qprecon.llm.model.unprunable import FromBlock, ReplayCheck, Turns, Unknown, marked, no_other_stack, same_tensor, unknown
 
 _PROBE_TOKENS = 8
 _SCALARS = (bool, int, float, str)
@@ -142,8 +132,13 @@ def _check_replay(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tens
     recorder.containers = containers
     with _replaced_forwards(blocks, recorder.record), recorder.sample():
         decoder(input_ids=short, use_cache=False)
-    check = ReplayCheck(blocks, [calls[0] for calls in recorder.calls], recorder.model, _placed)
-    with _replaced_forwards(blocks, check.forward):
+    check = ReplayCheck(blocks, recorder.model, _placed)
+
+    def beside(index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        replay = partial(run_block, forward, call=recorder.calls[index][0])
+        return check.block(index, split_call(args, kwargs)[0], partial(forward, *args, **kwargs), replay)
+
+    with _replaced_forwards(blocks, beside):
         decoder(input_ids=short, use_cache=False)
 
 

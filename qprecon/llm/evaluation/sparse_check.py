@@ -16,8 +16,9 @@ from torch import nn
 
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.linears import check_refused, find_linears
+from qprecon.llm.model.linears import find_linears
 from qprecon.llm.model.loading import load_causal_lm
+from qprecon.llm.model.unprunable import check_refused
 
 Sparsify = Callable[[torch.Tensor], torch.Tensor]
 _REPEATS, _LAUNCHES = 20, 10

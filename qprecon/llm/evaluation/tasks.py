@@ -19,7 +19,8 @@ from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
 from qprecon.llm.model.hub import offline_if_silent
-from qprecon.llm.model.loading import check_unwrapped, load_causal_lm
+from qprecon.llm.model.loading import load_causal_lm
+from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode
 
 ALIASES = {"lambada": "lambada_openai"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,30 +67,3 @@ def _within_decoder(model: nn.Module, names: list[str]) -> list[str]:
 def _is_outermost(name: str, lists: dict[str, nn.ModuleList]) -> bool:
     # A list inside another one is a part of a block (experts, for example), not the list of blocks.
     return not any(name.startswith(other + ".") for other in lists if other != name)
-
-
-@contextmanager
-def no_other_stack(decoder: nn.Module, blocks: Sequence[Block]) -> Iterator[None]:
-    """ValueError, naming the list, if a linear layer in another list of blocks has been called while this was open.
-
-    Blocks of two kinds in turn, or of two stacks, would be pruned in part only. A tower that reads no text is not called.
-    """
-    inside = {id(module) for block in blocks for module in block.module.modules()}
-    called: list[str] = []
-    handles = []
-    for name, items in decoder.named_modules():
-        # A list of bare linear layers is no list of blocks: projections of embeddings, for example.
-        parts = (part for item in items for part in item.modules() if part is not item) if isinstance(items, nn.ModuleList) else ()
-        for part in parts:
-            if id(part) not in inside and (isinstance(part, nn.Linear) or is_conv1d(part)):
-                handles.append(part.register_forward_pre_hook(lambda module, args, name=name: called.append(name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    if called:
-        raise ValueError(
-            f"{called[0]} is a second list of blocks that {type(decoder).__name__} computes beside {blocks[0].name} and the "
-            "following ones; models with more than one cannot be pruned"
-        )

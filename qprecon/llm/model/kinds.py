@@ -1,7 +1,8 @@
 """Whether a folder holds a model of the kind that is pruned here, told from its configuration and the dtypes of its weights.
 
-Some weights are codes of a few bits that their configuration does not speak of: transformers takes the codes for the weights themselves
-and leaves their scales aside, without an error. Such a folder is refused, like models of other kinds, before anything is loaded.
+Some weights are codes of a few bits that their configuration does not speak of: transformers takes the codes for the weights
+themselves and leaves their scales aside, without an error. Such a folder is refused, like models of other kinds, before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def check_kinds(folder: Path, stored: Mapping[str, Mapping[str, str]], config: A
             if _FLOATS.match(dtype) or integers:
                 beside = f", and {scales[0]}" if scales else ""
                 raise ValueError(
-                    f"{folder / file} holds {name} as {dtype}{beside}, but config.json has no quantization_config: the codes would be "
-                    f"taken for weights. {_WAY_OUT}"
+                    f"{folder / file} holds {name} as {dtype}{beside}, but config.json has no quantization_config: the codes would "
+                    f"be taken for weights. {_WAY_OUT}"
                 )
 
 
@@ -97,8 +98,8 @@ def check_left_over(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if is_scale(name):
             raise ValueError(
-                f"{folder} holds {name}, which looks like the scale of quantised weights and has no place in the model, and config.json "
-                f"has no quantization_config. {_WAY_OUT}"
+                f"{folder} holds {name}, which looks like the scale of quantised weights and has no place in the model, and "
+                f"config.json has no quantization_config. {_WAY_OUT}"
             )
 
 

@@ -6,7 +6,7 @@ transformers' Conv1D (GPT-2) and transposed experts hold (N, K).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from qprecon.llm.model.blocks import Block, is_conv1d
 from qprecon.llm.model.experts import fused_parameters
-from qprecon.llm.model.unprunable import computed, packed_as, stored_as
+from qprecon.llm.model.unprunable import computed, packed_as, quantised, stored_as
 
 # A linear so named, or inside a module so named, in a block that has experts, scores tokens for routing.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"})
@@ -137,23 +137,17 @@ def find_linears(block: Block, *, model: nn.Module | None = None) -> BlockLinear
         elif reason is not None:
             refused.append((view.name, reason))
         elif (kind := stored_as(view.parameter)) is not None:
-            refused.append((view.name, _quantised(kind)))
+            refused.append((view.name, quantised(kind)))
         else:
             views.append(view)
     for name, kind in _without_view(block, claimed):
         if is_router(name):
             excluded.append((name, _ROUTER))
         elif kind is not None:
-            refused.append((name, _quantised(kind)))
+            refused.append((name, quantised(kind)))
         else:
             excluded.append((name, UNHELD))
     return BlockLinears(tuple(views), tuple(excluded), tuple(refused))
-
-
-def check_refused(refused: Iterable[tuple[str, str]]) -> None:
-    """ValueError for the first of the layers that cannot be pruned as they are stored, with the reason."""
-    for name, reason in refused:
-        raise ValueError(f"{name}: {reason}")
 
 
 def _modules(block: Block) -> Iterator[tuple[str, nn.Module]]:
@@ -192,10 +186,3 @@ def _tied_parameters(model: nn.Module) -> set[int]:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         (tied if id(parameter) in seen else seen).add(id(parameter))
     return tied
-
-
-def _quantised(kind: str) -> str:
-    return (
-        f"its weights are stored as {kind}; quantised layers cannot be pruned, load the model unquantised or leave the layer "
-        "out with `ignore`"
-    )

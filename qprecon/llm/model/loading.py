@@ -40,12 +40,6 @@ def choose_device(device: str | torch.device | None = None, argument: str = "dev
     return chosen
 
 
-def check_unwrapped(model: Any) -> None:
-    """ValueError for a model inside DataParallel or DistributedDataParallel, which has none of a transformers model's methods."""
-    if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-        raise ValueError(f"the model is wrapped in {type(model).__name__}: pass model.module")
-
-
 def load_causal_lm(
     model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
 ) -> tuple[Any, Any]:
@@ -154,6 +148,21 @@ def model_folder(model: str | Path) -> Path:
     except Exception as error:  # the hub's library raises classes of several others
         why = one_line(error)
         raise OSError(f"there is no folder {model!r} here, and as a name on the hub it cannot be had: {why}") from error
+
+
+def local_copy(model: str) -> Path | None:
+    """The folder of a model as far as it is here, by path or hub name, without asking anybody; None where it is not."""
+    from huggingface_hub import constants, snapshot_download
+
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if not is_hub_name(model):
+        return None
+    try:
+        return Path(snapshot_download(model, cache_dir=constants.HF_HUB_CACHE, local_files_only=True))
+    except Exception:  # the hub's library raises classes of several others
+        return None
 
 
 @contextmanager

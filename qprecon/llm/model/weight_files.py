@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,8 +24,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16,
-    "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
+    "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6,
+    "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class WeightFiles:
 
 @dataclass(frozen=True)
 class Header:
-    """Of a safetensors file: name -> shape and dtype (its own word for it); a hash of the header, and one of samples of what follows.
+    """Of a safetensors file: name -> shape and dtype (its own word for it); a hash of the header, and one of samples of the rest.
 
     Other weights of the same shapes differ almost everywhere, and reading a large model whole would take minutes. What differs
     elsewhere only is found by the time of the file, and by checksums of the blocks that were read (`DiskBlocks`).
@@ -119,7 +119,8 @@ def _check_spans(path: Path, shapes: Mapping, dtypes: Mapping, spans: Mapping) -
         start, end = spans[name] if len(spans[name]) == 2 else (0, -1)
         whole = bits is None or (math.prod(shape) * bits + 7) // 8 == end - start
         if not 0 <= start <= end or any(side < 0 for side in shape) or not whole:
-            raise BadFileError(f"{path} has a damaged header: {name}, {dtypes[name]} {shape}, would lie in bytes {start:,} to {end:,}")
+            where = f"bytes {start:,} to {end:,}"
+            raise BadFileError(f"{path} has a damaged header: {name}, {dtypes[name]} {shape}, would lie in {where}")
 
 
 def _check_size(path: Path, size: int, wanted: int) -> None:

@@ -26,8 +26,8 @@ from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.masks import LayerData, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.plan import Plan
-from qprecon.llm.pruning.recipe import Recipe
 from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
 

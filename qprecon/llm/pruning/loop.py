@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-import qprecon
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
@@ -21,21 +18,21 @@ from qprecon.llm.calibration.windows import describe_source, is_text
 from qprecon.llm.masks import get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.packed import write_masks
-from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.loading import choose_device
-from qprecon.llm.pruning.allocation import Owl, owl_asked, owl_plan
+from qprecon.llm.pruning.allocation import owl_asked, owl_plan
 from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
+from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.measure import finished_rows
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.options import takes
-from qprecon.llm.pruning.origin import Found, find_model
+from qprecon.llm.pruning.origin import Found, find_model, open_source
 from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
-from qprecon.llm.pruning.recipe import Recipe, as_recipe
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.outcome import outcome
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow, PruneReport
-from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.settings.options import takes
+from qprecon.llm.settings.recipe import Recipe, as_recipe
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
@@ -98,7 +95,8 @@ def prune_model(
         if store not in (None, "auto"):
             choose_device(store, "store")
         owl = owl_asked(recipe)
-        recorded = _recorded(recipe, owl) | {"out": out, "device": str(device), "store": store}
+        recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store}
+        recorded["allocation_options"] = owl and owl.options
         method = Method(**recipe.settings())
         check_choices(method, device)
         with log.library_bars():
@@ -113,8 +111,11 @@ def prune_model(
             plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         if out is not None and found.shards is None:
             check_writable(found.model)
-        source = _open_source(found, plan, samples, recorded, method, out, device, resume, log)
+        stays_dense, companions = left_dense(found.model, plan), found.companions()
+        source = open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
+        if out is not None and companions and companions.left_out:
+            log.note(companions.note())
         if hint := half_precision_hint(plan, recipe.dtype, device):
             log.note(hint)
         log.say_notes()
@@ -127,27 +128,19 @@ def prune_model(
         source.stop()
     recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     recorded |= {"calibration": describe_source(calibration), "seqlen": max(sample.numel() for sample in samples)}
-    report = _report(source, plan, rows, recorded, log)
+    facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions.left_out if companions and out else ()}
+    report = outcome(rows, source.zeros(rows), recorded, log, **facts)
     if out is not None:
         with log.phase("save"):
             if found.shards is None:
                 with log.library_bars():
-                    save_model(found.model, report, out, found.tokenizer)
+                    save_model(found.model, report, out, found.tokenizer, companions)
             else:
-                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer)
+                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer, companions)
             if save_masks:
                 write_masks(out, _stored_masks(found, plan, out))
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
-
-
-def _recorded(recipe: Recipe, owl: Owl | None) -> dict[str, Any]:
-    """The settings as the report and an unfinished run's fingerprint have them: plain, and the pattern in one place."""
-    settings = {name: value for name, value in recipe.settings().items() if name != "sparsity"}
-    settings["pattern"] = _described(recipe.amount) if recipe.amount_stated or recipe.mask != "given" else "given"
-    settings["allocation_options"] = owl and owl.options
-    settings["mask_options"] = {key: value for key, value in recipe.mask_options.items() if key != "masks"}
-    return settings
 
 
 def _prune_blocks(
@@ -192,33 +185,6 @@ def _prune_blocks(
     return rows, inputs.store
 
 
-def _open_source(
-    found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
-    resume: bool, log: RunLog,
-) -> MemoryBlocks | DiskBlocks:  # fmt: skip
-    if found.shards is None:
-        return MemoryBlocks(found.model, plan.blocks, device, log)
-    fingerprint = {
-        **_versions(),
-        "model files": found.shards.identity,  # their contents are compared as far as finished blocks were read from them
-        "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
-        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
-        "times of model files": found.shards.contents if settings["allocation"] == "owl" else {},
-        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
-        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
-        "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
-    }
-    journal = Journal.begin(partial_folder(out), fingerprint, resume)
-    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
-    for file in journal.damaged:
-        log.note(f"{file} of the earlier run is damaged and is made again")
-    if source.compared:
-        log.note("the model's files have other times than before: what had been read of them was compared and is the same")
-    if source.finished:
-        log.note(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
-    return source
-
-
 def _learn_masks(
     source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], log: RunLog
 ) -> dict[str, torch.Tensor]:
@@ -236,47 +202,3 @@ def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.
         return {view.name: view.weights_NK() != 0 for view in views}
     stored = {view.name: view.stored_as for view in views}
     return load_masks(out, names=list(stored), stored=stored)
-
-
-def _described(pattern: Any) -> Any:
-    if isinstance(pattern, Mapping):
-        return {key: str(Pattern.parse(value)) for key, value in pattern.items()}
-    return str(Pattern.parse(pattern))
-
-
-def _report(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, rows: list[LayerRow], settings: dict, log: RunLog
-) -> PruneReport:
-    zeros, total = source.zeros(rows)
-    idle = [row.name for row in rows if row.tokens == 0]
-    emptied = [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]
-    notes = list(log.notes)
-    if not any(row.zeros for row in rows):
-        notes.append("no weight was pruned" + (": the given masks keep all" if settings["mask"] == "given" else ""))
-    if emptied:
-        notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
-    fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]
-    if fuller and settings["mask"] != "given":
-        notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
-    if idle:
-        notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
-    return PruneReport(
-        layers=tuple(rows),
-        sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),
-        model_sparsity=zeros / total,
-        parameters=total,
-        settings=settings,
-        versions=_versions(),
-        phase_seconds=dict(log.seconds),
-        excluded=plan.excluded,
-        warnings=tuple(notes),
-    )
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "qprecon": qprecon.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qprecon.llm.pruning.recipe import Recipe
+from qprecon.llm.settings.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

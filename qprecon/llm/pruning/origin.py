@@ -1,4 +1,7 @@
-"""What `prune_model` was given as its model -> the model in memory, or the skeleton of a folder that is read block by block."""
+"""What `prune_model` was given as its model -> the model in memory, or the skeleton of a folder that is read block by block.
+
+Then the blocks of either, those of a folder with what an unfinished run has finished of them.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.kinds import check_kinds
-from qprecon.llm.model.loading import check_unwrapped, load_tokenizer, load_whole, model_folder
+from qprecon.llm.model.loading import load_tokenizer, load_whole, local_copy, model_folder
+from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
 from qprecon.llm.model.weight_files import WeightFiles, check_files, weight_files
+from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.outcome import versions
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
+from qprecon.llm.storage.companions import Companions, find_companions
+from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.storage.output import EXPLAINED, partial_folder
+from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,22 @@ class Found:
         return replace(self, model=model, left_over=tuple(left_over))
 
 
+    def companions(self) -> Companions | None:
+        """What lies beside the weights in the model's folder; of a model in memory, in the one that it came from. Else None."""
+        files = self.files
+        if files is None:
+            folder = local_copy(self.name)
+            if folder is None:
+                return None
+            try:
+                files = weight_files(folder)
+            except (OSError, ValueError):
+                files = WeightFiles(folder, (), safetensors=True)
+        named = getattr(self.tokenizer, "name_or_path", None)
+        own = self.tokenizer is None or named in (self.name, str(files.folder))
+        return find_companions(files, EXPLAINED, own)
+
+
 def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, text: bool, log: RunLog) -> Found:
     """The model that was given to `prune_model`: itself, or a skeleton of its folder, whose files have then been found to be whole.
 
@@ -58,12 +86,9 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, text
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
-    devices = {parameter.device for parameter in model.parameters()}
-    if any(device.type == "meta" for device in devices) or len(devices) != 1:
-        raise ValueError(
-            "the model is spread over several devices or not loaded at all (device_map); load it on one device, its "
-            "blocks are moved to `device` one at a time"
-        )
+    check_in_one_place(model)
+    if dtype not in (None, "auto"):
+        log.note(f"dtype={dtype!r}: no effect on a model in memory, which is pruned in the dtype it has")
     return Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
@@ -102,3 +127,35 @@ def _in_folder(model: str | Path, tokenizer: Any, out: Any, dtype: Any, mask: st
             "Python give tokenizer=… or token ids"
         )
     return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype)
+
+
+def open_source(
+    found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
+    resume: bool, log: RunLog,
+) -> MemoryBlocks | DiskBlocks:  # fmt: skip
+    """The model's blocks, ready to be pruned. From a folder: with what an unfinished run beside `out` has, if it is the same run.
+
+    The fingerprint of a run is all that its weights depend on; ValueError, naming the differences, where the unfinished one has
+    another and `resume` is asked for.
+    """
+    if found.shards is None:
+        return MemoryBlocks(found.model, plan.blocks, device, log)
+    fingerprint = {
+        **versions(),
+        "model files": found.shards.identity,  # their contents are compared as far as finished blocks were read from them
+        "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
+        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
+        "times of model files": found.shards.contents if settings["allocation"] == "owl" else {},
+        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
+        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
+        "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
+    }
+    journal = Journal.begin(partial_folder(out), fingerprint, resume)
+    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
+    for file in journal.damaged:
+        log.note(f"{file} of the earlier run is damaged and is made again")
+    if source.compared:
+        log.note("the model's files have other times than before: what had been read of them was compared and is the same")
+    if source.finished:
+        log.note(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
+    return source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows, token_rows
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.blocks import Block, find_blocks
-from qprecon.llm.model.linears import UNHELD, BlockLinears, LinearView, check_refused, find_linears
+from qprecon.llm.model.linears import UNHELD, LinearView, find_linears
 from qprecon.llm.model.targets import as_patterns, check_patterns, matches
-from qprecon.llm.model.unprunable import check_changeable, check_no_adapter
+from qprecon.llm.model.unprunable import check_changeable, check_held, check_no_adapter, check_refused
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def plan_layers(
 
     check_refused(item for item in refused if wanted(item[0]))
     left_out += [(name, "not asked for") for name, _ in refused]
-    _check_held(blocks, found, wanted)
+    check_held(blocks, [name for name, reason in left_out if reason == UNHELD and wanted(name)])
     layers: list[list[LayerPlan]] = []
     for linears in found:
         layers.append([])
@@ -122,30 +122,6 @@ def _check_targets(targets: Sequence[str], names: Sequence[str], never: Sequence
     for target in targets:
         if not any(matches(target, name) for name in names) and (found := [each for each in never if matches(target, each[0])]):
             raise ValueError(f"targets: {target!r} names {found[0][0]}, which is not pruned: {found[0][1]}")
-
-
-_MOST_UNHELD = 0.25  # of the blocks' matrices; convolutions and states of known architectures are below 0.03
-
-
-def _check_held(blocks: Sequence[Block], found: Sequence[BlockLinears], wanted: Callable[[str], bool]) -> None:
-    """ValueError where so much of what is to be pruned lies outside linear layers that the report would mislead."""
-    sizes = {
-        name: parameter.numel()
-        for block in blocks
-        for path, module in block.module.named_modules(prefix=block.name)
-        if not isinstance(module, nn.Embedding)
-        for name, parameter in module.named_parameters(prefix=path, recurse=False)
-        if parameter.ndim >= 2
-    }
-    left = [name for linears in found for name, reason in linears.excluded if reason == UNHELD]
-    unheld = [name for name in left if name in sizes and wanted(name)]
-    share = sum(sizes[name] for name in unheld) / max(sum(sizes.values()), 1)
-    if share > _MOST_UNHELD:
-        raise ValueError(
-            f"{share:.0%} of the blocks' weights would stay dense, as no linear layer that is known here holds them: "
-            f"{len(unheld)} parameters, the largest {max(unheld, key=sizes.__getitem__)}; to prune the rest only, name them in "
-            "`ignore`"
-        )
 
 
 def _other_linears(model: nn.Module) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.kinds import check_left_over
 from qprecon.llm.model.loading import load_config, loading
 from qprecon.llm.model.weight_files import WeightFiles, read_headers, weight_files
-
 
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 

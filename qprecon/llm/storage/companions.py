@@ -1,7 +1,7 @@
 """What a model's folder holds beside configuration, tokenizer and weights: code, processors, licences. It goes into the output.
 
-Left out are weights in other files than those that are read, files too large to be anything else, what tools keep hidden, and what an
-earlier run of qprecon explained; the report names each.
+Left out are weights in other files than those that are read, files too large to be anything else, what tools keep hidden, and what
+an earlier run of qprecon explained; the report names each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from qprecon.llm.model.loading import TOKENIZER_FILES
 from qprecon.llm.model.weight_files import WeightFiles
 
 _WEIGHTS = frozenset(
-    ".safetensors .bin .pt .pth .ckpt .gguf .ggml .onnx .onnx_data .h5 .msgpack .ot .tflite .mlmodel .mlpackage .pdparams .npz .npy "
-    ".tar .zip .gz".split()
+    ".safetensors .bin .pt .pth .ckpt .gguf .ggml .onnx .onnx_data .h5 .msgpack .ot .tflite .mlmodel .mlpackage .pdparams .npz "
+    ".npy .tar .zip .gz".split()
 )
 _LARGEST = 64 * 2**20  # bytes; tokenizers are below
 _CARD, _OWN_CARD = "README.md", "README.original.md"
@@ -42,10 +42,8 @@ class Companions:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.folder / name, target)
 
-    def note(self) -> str | None:
-        """For the report: what was left out."""
-        if not self.left_out:
-            return None
+    def note(self) -> str:
+        """For the report: what is left out."""
         shown, more = ", ".join(self.left_out[:8]), len(self.left_out) - 8
         return f"of the model's folder the output lacks {shown}" + (f" and {more} more" if more > 0 else "")
 

@@ -18,11 +18,13 @@ import torch
 
 from qprecon.llm.masks.packed import MASKS_NAME
 from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
 REPORT_NAME = "qprecon_report.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
+EXPLAINED = _ADDED | {REPORT_NAME}
 # What a run may have written before reports listed their files.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _KNOWN = frozenset({
@@ -101,7 +103,9 @@ def _listed(report: Path) -> frozenset[str] | None:
     return frozenset(map(str, files)) if isinstance(files, list) else None
 
 
-def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None) -> Path:
+def save_model(
+    model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None, companions: Companions | None = None
+) -> Path:
     """Write model, tokenizer, generation config, report and model card to `out`; the folder appears complete or not at all.
 
     A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output`
@@ -112,7 +116,7 @@ def save_model(model: Any, report: PruneReport, out: str | Path, tokenizer: Any 
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         model.save_pretrained(partial)
-        _explain(partial, report, tokenizer)
+        _explain(partial, report, tokenizer, companions)
         partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
         _put(partial, out)
     except BaseException:
@@ -128,8 +132,9 @@ def partial_folder(out: str | Path) -> Path:
 
 
 def complete_folder(
-    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None
-) -> Path:
+    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None,
+    companions: Companions | None = None,
+) -> Path:  # fmt: skip
     """Add to the written shards what makes a model of them, and give the folder its name; `shards` as the journal has them."""
     out = check_output(out)
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
@@ -140,7 +145,7 @@ def complete_folder(
     model.config.save_pretrained(partial)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(partial)
-    _explain(partial, report, tokenizer)
+    _explain(partial, report, tokenizer, companions)
     os.sync()  # before the folder gets its name: a power cut must not leave a name without the content
     _put(partial, out)
     for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
@@ -148,9 +153,11 @@ def complete_folder(
     return out
 
 
-def _explain(folder: Path, report: PruneReport, tokenizer: Any) -> None:
+def _explain(folder: Path, report: PruneReport, tokenizer: Any, companions: Companions | None) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if companions is not None:
+        companions.copy_to(folder)
     (folder / "README.md").write_text(model_card(report), encoding="utf-8")
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}
@@ -176,12 +183,14 @@ def model_card(report: PruneReport) -> str:
     gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
     shared = " on average, shared out between blocks by OWL" if settings.get("allocation") == "owl" else ""
     base = settings.get("model")
+    dense = "".join(f"{share:.1%} of the model left dense: {what}.\n" for what, share in report.much_left_dense)
     front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
     return (
         f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
         f"# Pruned {base or 'model'}\n\n"
         f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
-        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n\n"
+        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"
+        f"{dense}\n"
         f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
         f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}"
         f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"

@@ -1,7 +1,7 @@
 """Low-bit weights as compressed-tensors writes them, so that transformers loads them as they are.
 
-The codes are packed by the compressed-tensors library itself. What it unpacks is compared with the weights that were audited, bit for
-bit, before anything is written. Weights alone are quantised, no activations.
+The codes are packed by the compressed-tensors library itself. What it unpacks is compared with the weights that were audited, bit
+for bit, before anything is written. Weights alone are quantised, no activations.
 
 Formats by grid: int8, int4, int3, int2 `pack-quantized`; fp8 `naive-quantized`; nvfp4 and mxfp4 `…-pack-quantized`.
 """

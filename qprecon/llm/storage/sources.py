@@ -81,7 +81,8 @@ class DiskBlocks:
     """The blocks of a folder: the next one is read and the last one written while one is pruned; no more are held.
 
     `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
-    blocks, shard b + 2 block b, and one behind them what the model has no place for. What an earlier run finished is not written again.
+    blocks, shard b + 2 block b, and one behind them what the model has no place for. What an earlier run finished is not written
+    again.
     """
 
     def __init__(

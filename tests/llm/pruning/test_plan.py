@@ -384,6 +384,8 @@ def test_what_has_no_effect_is_said():
     common = dict(update="none", progress=False)
     report = prune_model(build("llama"), tokens(2), damping=0.1, backend="pcg", **common)
     assert any(note.startswith("backend, damping: no effect with update='none'") for note in report.warnings)
+    (note,) = prune_model(build("llama"), tokens(2), dtype="float32", **common).warnings
+    assert note.startswith("dtype='float32': no effect on a model in memory")
     assert not prune_model(build("llama"), tokens(2), **common).warnings
     with pytest.raises(ValueError, match="save_masks.*out"):
         prune_model(build("llama"), Untouched(), save_masks=True, **common)

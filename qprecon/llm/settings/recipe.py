@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.pruning.options import Option, check_options, nearest, option, options
+from qprecon.llm.settings.options import Option, check_options, nearest, option, options
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
@@ -133,6 +133,16 @@ class Recipe:
     def settings(self) -> dict[str, Any]:
         """All fields by name, values as they are."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(Recipe)}
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings as a report has them: plain, without masks themselves, and with the amount in one place."""
+        settings = {name: value for name, value in self.settings().items() if name != "sparsity"}
+        settings["mask_options"] = {key: value for key, value in self.mask_options.items() if key != "masks"}
+        if isinstance(self.amount, Mapping):
+            settings["pattern"] = {key: str(Pattern.parse(value)) for key, value in self.amount.items()}
+        else:
+            settings["pattern"] = str(Pattern.parse(self.amount)) if self.amount_stated or self.mask != "given" else "given"
+        return settings
 
     def complete(self) -> dict[str, Any]:
         """The settings with the sparsity that is meant where none is given."""

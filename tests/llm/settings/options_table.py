@@ -1,9 +1,9 @@
-"""The table of options in docs/pruning.md. `python -m tests.llm.pruning.options_table` writes it anew; test_recipe compares it."""
+"""The table of options in docs/pruning.md. `python -m tests.llm.settings.options_table` writes it anew; test_recipe compares it."""
 
 from pathlib import Path
 
-from qprecon.llm.pruning.options import default_text, flag_of, options
-from qprecon.llm.pruning.recipe import SHORTHANDS, Recipe, Run
+from qprecon.llm.settings.options import default_text, flag_of, options
+from qprecon.llm.settings.recipe import SHORTHANDS, Recipe, Run
 
 PAGE = Path(__file__).parents[3] / "docs" / "pruning.md"
 BEGIN, END = "<!-- begin: options -->\n", "\n<!-- end: options -->"

@@ -12,10 +12,10 @@ import yaml
 from qprecon import cli
 from qprecon.llm import prune_model
 from qprecon.llm.model.targets import ATTENTION
-from qprecon.llm.pruning.options import options, type_hints
-from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, as_recipe, overridden
-from qprecon.llm.pruning.recipe_file import checked, command_words, load_recipe, save_recipe, to_yaml
-from tests.llm.pruning.options_table import shown, table
+from qprecon.llm.settings.options import options, type_hints
+from qprecon.llm.settings.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, as_recipe, overridden
+from qprecon.llm.settings.recipe_file import checked, command_words, load_recipe, save_recipe, to_yaml
+from tests.llm.settings.options_table import shown, table
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
 
@@ -45,11 +45,11 @@ def test_every_option_is_described(of):
 
 
 def test_the_documentations_table_is_made_from_them():
-    assert shown() == table(), "python -m tests.llm.pruning.options_table"
+    assert shown() == table(), "python -m tests.llm.settings.options_table"
 
 
 def test_the_definition_loads_neither_torch_nor_transformers():
-    code = "import sys; from qprecon.llm.pruning import recipe; print({'torch', 'transformers'} & {*sys.modules})"
+    code = "import sys; from qprecon.llm.settings import recipe; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

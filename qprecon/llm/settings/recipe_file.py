@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from qprecon.llm.model.targets import ATTENTION, as_patterns
-from qprecon.llm.pruning.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
-from qprecon.llm.pruning.stages import of_other_tools, without_stage
+from qprecon.llm.settings.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
+from qprecon.llm.settings.stages import of_other_tools, without_stage
 
 RECIPE_NAME = "recipe.yaml"
 _OF_ONE_RUN = ("resume", "progress")  # a later run may go on with what an interrupted one has done

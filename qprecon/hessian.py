@@ -1,0 +1,115 @@
+"""H and its damping: what every problem with the same inputs shares, checked once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .interop import Array, Place, cast, dtype_name, namespace, place_of, to_core
+from .linalg import add_to_diagonal
+
+_PANEL = 4096  # rows
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, eq=False)
+class Hessian:
+    """A = H + λI with λ = damping · mean(diag H), as an array of the core's library.
+
+    Args:
+        hessian_NN: H = XᵀX, (N, N), symmetric positive semidefinite; undamped.
+        damping: δ ≥ 0.
+        place: where problems with it are solved; by default where H is.
+
+    Raises:
+        ValueError: H not square, not finite, not symmetric or with a negative diagonal; damping negative.
+    """
+
+    hessian_NN: Array
+    damping: float = 0.0
+    place: Place = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
+        put("place", self.place or place_of(self.hessian_NN))
+        put("hessian_NN", _checked(floating(to_core(self.hessian_NN, self.place), "H")))
+        put("damping", check_damping(self.damping))
+
+    @property
+    def n_inputs(self) -> int:
+        """N."""
+        return int(self.hessian_NN.shape[0])
+
+    @functools.cached_property  # one look at the device
+    def ridge(self) -> float:
+        """λ, in the units of H."""
+        return self.damping * mean_diagonal(self.hessian_NN)
+
+    def damped(self, dtype: str) -> Array:
+        """A as a new (N, N) array of the given dtype."""
+        return add_to_diagonal(cast(self.hessian_NN, dtype), self.ridge)
+
+    def damped_product(self, x_NK: Array) -> Array:
+        """A·x in float64 for a float64 x."""
+        return self.product(x_NK) + self.ridge * x_NK
+
+    def product(self, x_NK: Array) -> Array:
+        """H·x in float64; H is widened by panels of rows, so that no float64 copy of it is kept."""
+        out_NK = namespace(x_NK).empty_like(x_NK)
+        for first in range(0, self.n_inputs, _PANEL):
+            rows = slice(first, min(first + _PANEL, self.n_inputs))
+            out_NK[rows] = cast(self.hessian_NN[rows], "float64") @ x_NK
+        return out_NK
+
+
+def mean_diagonal(hessian_NN: Array) -> float:
+    """Mean of the diagonal in float64; 0 for an empty matrix."""
+    n = hessian_NN.shape[0]
+    return float(cast(hessian_NN.diagonal(), "float64").sum()) / n if n else 0.0
+
+
+def as_number(x: Any) -> float:
+    """``x`` as a float; NaN, which no check lets pass, if it is none."""
+    try:
+        return float("nan") if isinstance(x, str) else float(x)
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def floating(x: Array, name: str) -> Array:
+    kind = dtype_name(x)
+    if kind in _FLOATS:
+        return x
+    if kind.startswith(("float", "int", "uint")):
+        return cast(x, "float64")
+    raise ValueError(f"{name} must be a real floating array, got dtype {kind}")
+
+
+def _checked(hessian_NN: Array) -> Array:
+    if hessian_NN.ndim != 2 or hessian_NN.shape[0] != hessian_NN.shape[1]:
+        raise ValueError(f"H must be square, got shape {tuple(hessian_NN.shape)}")
+    if dtype_name(hessian_NN) in ("float16", "bfloat16"):
+        hessian_NN = cast(hessian_NN, "float32")
+    xp = namespace(hessian_NN)
+    if not bool(xp.isfinite(hessian_NN).all()):
+        raise ValueError("H holds NaN or Inf: look for non-finite activations in the calibration data")
+    if hessian_NN.shape[0] == 0:
+        return hessian_NN
+    diagonal_N = hessian_NN.diagonal()
+    if bool((diagonal_N < 0).any()):
+        raise ValueError(f"H has a negative diagonal entry (input {int(diagonal_N.argmin())}): it is no Gram matrix")
+    skew = float(abs(hessian_NN - hessian_NN.T).max())
+    if skew > 1e-3 * float(diagonal_N.max()):
+        raise ValueError(f"H is not symmetric (largest difference {skew:.3g})")
+    return hessian_NN if skew == 0.0 else 0.5 * (hessian_NN + hessian_NN.T)
+
+
+def check_damping(damping: Any) -> float:
+    """δ as a float; ValueError unless it is finite and not negative."""
+    value = as_number(damping)
+    if not (np.isfinite(value) and value >= 0.0):
+        raise ValueError(f"damping must be finite and not negative, got {damping!r}")
+    return value

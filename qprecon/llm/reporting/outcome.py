@@ -1,0 +1,57 @@
+"""The report of a finished run: totals of its rows, and notes on what a reader of the rows would otherwise miss."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+import qprecon
+from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.report import LayerRow, PruneReport
+
+
+def outcome(
+    rows: Sequence[LayerRow], counted: tuple[int, int], settings: dict[str, Any], log: RunLog, **facts: Any
+) -> PruneReport:
+    """The report of these rows. counted: zeros and number of all parameters of the model. facts: further fields of the report."""
+    zeros, total = counted
+    return PruneReport(
+        layers=tuple(rows),
+        sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),
+        model_sparsity=zeros / total,
+        parameters=total,
+        settings=settings,
+        versions=versions(),
+        phase_seconds=dict(log.seconds),
+        warnings=(*log.notes, *_remarks(rows, given=settings["mask"] == "given")),
+        **facts,
+    )
+
+
+def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
+    """`given`: the masks were, so that nobody asked for a sparsity."""
+    notes = []
+    if not any(row.zeros for row in rows):
+        notes.append("no weight was pruned" + (": the given masks keep all" if given else ""))
+    if emptied := [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]:
+        notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
+    fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]
+    if fuller and not given:
+        notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
+    if idle := [row.name for row in rows if row.tokens == 0]:
+        notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
+    return notes
+
+
+def versions() -> dict[str, str]:
+    """Of what the outcome depends on."""
+    return {
+        "qprecon": qprecon.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

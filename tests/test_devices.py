@@ -1,0 +1,93 @@
+"""A GPU that is not the process's current one: what asks torch for "the" device must name the tensors' own.
+
+Without a GPU, torch's and Triton's functions are faked and what they are given is looked at; with two, the real thing runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import qprecon
+from qprecon import _chunks
+from qprecon.interop import Place
+
+
+def test_free_memory_is_asked_of_the_arrays_device(monkeypatch):
+    """Each card is asked of itself: with 1 GB free here and 8 GB there, a layer there gets the wider chunks."""
+    free = {0: 1e9, 1: 8e9}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=0: (free[torch.device(device or 0).index], 80e9))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=0: 1e8 * (1 + torch.device(device or 0).index))
+    widths = [
+        _chunks.automatic_width(Place("torch", torch.device("cuda", index)), 512, 100_000, bytes_per_column=2e5) for index in (0, 1)
+    ]
+    assert 0.6 * free[0] / 2e5 / 2 < widths[0] <= 0.6 * free[0] / 2e5
+    assert 0.6 * free[1] / 2e5 / 2 < widths[1] <= 0.6 * free[1] / 2e5
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """``backends._triton`` over a Triton that only notes the device that is current at each launch, and its tensors' devices."""
+    current, launches = [torch.device("cpu", 7)], []
+
+    class Kernel:
+        def __init__(self, function):
+            self.name = function.__name__
+
+        def __getitem__(self, grid):
+            return lambda *arguments: launches.append((self.name, current[-1], arguments))
+
+    @contextlib.contextmanager
+    def device(wanted):
+        current.append(wanted)
+        yield
+        current.pop()
+
+    triton = types.ModuleType("triton")
+    triton.jit, triton.cdiv, triton.language = Kernel, lambda a, b: -(-a // b), types.ModuleType("triton.language")
+    triton.language.constexpr = int
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", triton.language)
+    monkeypatch.delitem(sys.modules, "qprecon.backends._triton", raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    yield importlib.import_module("qprecon.backends._triton"), launches
+    del sys.modules["qprecon.backends._triton"]
+    vars(sys.modules["qprecon.backends"]).pop("_triton", None)
+
+
+def test_kernels_are_launched_on_their_tensors_device(kernels):
+    """Triton takes the current device: every launch stands where its tensors are."""
+    module, launches = kernels
+    x_NK, mask_NK = torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool)
+    scalars = types.SimpleNamespace(
+        rz_K=torch.zeros(4), gain_K=torch.zeros(4), active_K=torch.zeros(4, dtype=torch.bool), iterations_K=torch.zeros(4)
+    )
+    fused = module.Fused(mask_NK)
+    p_NK = fused.begin(x_NK, None, torch.ones(8, 1), scalars)
+    fused.advance(x_NK, x_NK, p_NK, x_NK, scalars)
+    fused.turn(p_NK, x_NK, x_NK, torch.ones(8, 1), scalars)
+    module.pieces(x_NK)
+    assert {name for name, _, _ in launches} == {"_dot_z", "_beta", "_turn", "_curvature", "_alpha", "_advance", "_pieces"}
+    for name, device, arguments in launches:
+        assert {device} == {x.device for x in arguments if isinstance(x, torch.Tensor)}, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("backend", ["auto", "pcg", "cholesky", "admm"])
+def test_a_layer_on_the_second_gpu(backend):
+    """The answer is that of the first GPU, on the second, and the current device is as it was."""
+    generator = torch.Generator().manual_seed(0)
+    x_TN = torch.randn(1500, 512, generator=generator)
+    arrays = x_TN.T @ x_TN, torch.randn(512, 300, generator=generator), torch.rand(512, 300, generator=generator) > 0.5
+    first, second = (qprecon.solve(*(x.to(device) for x in arrays), backend, damping=0.01) for device in ("cuda:0", "cuda:1"))
+    assert second.optimal.all() and second.weights.device == torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    np.testing.assert_allclose(second.objective, first.objective, rtol=1e-4)
