@@ -108,22 +108,27 @@ def _config(folder: Path, model: str) -> Any:
     return config
 
 
-def load_tokenizer(model: str | Path, needed: bool = False) -> Any:
-    """The tokenizer of a model folder or hub name; None if it has none (a caller with text will be told that it needs one).
+def load_tokenizer(model: str | Path, needed_by: str | None = None) -> Any:
+    """The tokenizer of a model folder or hub name; None if it has none.
 
-    One that is there but cannot be loaded is None too, with a warning: not every caller has text. If it is `needed`, that is
-    BadFileError.
+    One that is there but cannot be loaded is None too, with a warning: not every caller has text. needed_by: what cannot do
+    without; then ValueError where there is none, and BadFileError, or ImportError, where it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
     folder = model_folder(model)
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        return None
+        if needed_by is None:
+            return None
+        raise ValueError(
+            f"{model} has no tokenizer, which {needed_by} needs: put its files (tokenizer.json, …) into the folder, or in Python "
+            "give tokenizer=… or token ids"
+        )
     try:
         with loading(f"the tokenizer in {model}"):
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (BadFileError, ImportError) as error:
-        if needed:
+        if needed_by is not None:
             raise
         warnings.warn(f"{one_line(error)}; so there is none", stacklevel=2)
         return None

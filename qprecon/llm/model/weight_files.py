@@ -11,9 +11,11 @@ import math
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -128,6 +130,16 @@ def _check_size(path: Path, size: int, wanted: int) -> None:
         raise BadFileError(f"{path} is cut short: it has {size:,} of {wanted:,} bytes")
     if size > wanted:
         raise BadFileError(f"{path} is damaged: it has {size:,} bytes, its header speaks of {wanted:,}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, open (`safetensors.safe_open`, for torch). Raises as `qprecon.files.reading` does."""
+    from safetensors import safe_open
+
+    with reading(path, SAFETENSORS):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
 
 
 def pickled_dtypes(path: Path) -> dict[str, str]:

@@ -51,7 +51,8 @@ class Found:
 
     def in_memory(self, log: RunLog) -> Found:
         """With the weights, of a folder that is read as a whole."""
-        model, left_over = load_whole(self.name, device="cpu", dtype=self.dtype)
+        model, left_over = load_whole(self.files.folder, device="cpu", dtype=self.dtype)
+        model.config._name_or_path = model.name_or_path = self.name  # not where a copy of the hub's files lies
         if left_over:
             log.note(f"the output lacks {len(left_over)} tensors that the model has no place for, first {left_over[0]}")
         return replace(self, model=model, left_over=tuple(left_over))
@@ -120,12 +121,7 @@ def _in_folder(model: str | Path, tokenizer: Any, out: Any, dtype: Any, mask: st
     elif left_over:
         log.note(f"{len(left_over)} tensors that the model has no place for are in the output as they are, first {left_over[0]}")
     if tokenizer is None:
-        tokenizer = load_tokenizer(folder, needed=text)
-    if tokenizer is None and text:
-        raise ValueError(
-            f"{model} has no tokenizer, which the calibration text needs: put its files (tokenizer.json, …) into the folder, or in "
-            "Python give tokenizer=… or token ids"
-        )
+        tokenizer = load_tokenizer(folder, needed_by="the calibration text" if text else None)
     return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype)
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qprecon.files import SAFETENSORS, reading
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.kinds import check_left_over
 from qprecon.llm.model.loading import load_config, loading
-from qprecon.llm.model.weight_files import WeightFiles, read_headers, weight_files
+from qprecon.llm.model.weight_files import WeightFiles, opened, read_headers, weight_files
 
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -39,16 +38,13 @@ class Shards:
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Tensors in host memory, each in its stored dtype, as private copies. BadFileError for a file that cannot be read."""
-        from safetensors import safe_open
-
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.file_of[name], []).append(name)
         tensors: dict[str, torch.Tensor] = {}
         for file, own in by_file.items():
-            with reading(self.folder / file, SAFETENSORS):
-                with safe_open(self.folder / file, framework="pt", device="cpu") as shard:
-                    tensors |= {name: shard.get_tensor(name) for name in own}
+            with opened(self.folder / file) as shard:
+                tensors |= {name: shard.get_tensor(name) for name in own}
         return tensors
 
 

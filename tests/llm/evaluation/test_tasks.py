@@ -245,7 +245,7 @@ def files_with(tmp_path, name, change):
     ],
 )
 def test_a_bad_row_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, name, change, culprit):
-    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(assessment, "load_whole", lambda *_, **__: pytest.fail("the model was loaded"))
     files_with(tmp_path, name, change)
     with pytest.raises(ValueError, match=rf"{LOCAL_TASKS[name].files[0]}\.jsonl, line 2: {culprit}"):
         evaluate("some/model", tasks=name, task_options={"data_dir": tmp_path, "limit": 1})
@@ -275,7 +275,7 @@ def test_an_unknown_task_of_the_hub_is_named_before_the_model_is_loaded(tmp_path
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: ai2_arc\n")
     manager = tasks_of_lm_eval(include_defaults=False, include_path=str(tmp_path))  # in place of its own thousands
     monkeypatch.setattr(tasks, "_task_manager", lambda hub: manager)
-    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(assessment, "load_whole", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=culprit):
         evaluate("some/model", tasks=f"piqa,{word}")
     assert cli.main(["eval", "some/model", "--tasks", word]) == 2 and "Traceback" not in capsys.readouterr().err
@@ -293,7 +293,7 @@ def test_an_unknown_task_of_the_hub_is_named_before_the_model_is_loaded(tmp_path
     ({"tasks": "piqa", "task_options": {"data_dir": "nowhere"}}, "nowhere"),
 ])  # fmt: skip
 def test_bad_arguments_are_found_before_the_model_is_loaded(monkeypatch, arguments, culprit):
-    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(assessment, "load_whole", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises((ValueError, FileNotFoundError), match=culprit):
         evaluate("some/model", **arguments)
 
