@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # A hub name may hold dots ("Llama-3.1-8B"); with one of these endings it is a file's.
 _SUFFIXES = tuple(
@@ -47,7 +48,7 @@ def fetched_model(name: str) -> Path:
 
     local = constants.HF_HUB_OFFLINE or not hub_answers()
     # HF_HUB_CACHE by name: as a default the library has bound it when it was imported
-    where = {"cache_dir": constants.HF_HUB_CACHE, "local_files_only": local}
+    where: dict[str, Any] = {"cache_dir": constants.HF_HUB_CACHE, "local_files_only": local}
     try:
         folder = Path(snapshot_download(name, ignore_patterns=_OTHER_WEIGHTS, **where))
         if not any(folder.glob("*.safetensors")):

@@ -35,6 +35,8 @@ def config_facts(folder: Path, model: str) -> dict[str, Any]:
 
     path = folder / "config.json"
     facts = read_json(path)
+    if (generation := folder / "generation_config.json").is_file():
+        read_json(generation)  # transformers goes on without it where it is damaged
     kind = facts.get("model_type")
     known = transformers.CONFIG_MAPPING
     if kind is not None and kind in known:

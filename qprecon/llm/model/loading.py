@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from qprecon.errors import BadFileError
-from qprecon.files import one_line
+from qprecon.files import one_line, read_json
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.hub import fetched_model, is_hub_name
 from qprecon.llm.model.kinds import check_causal, check_kinds, check_left_over, config_facts
-from qprecon.llm.model.weight_files import check_files, weight_files
+from qprecon.llm.model.weight_files import check_contents, check_files, weight_files
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -76,11 +76,16 @@ def load_whole(
         dtype = as_dtype(dtype)
     folder = model_folder(model)
     config = _config(folder, str(model))
-    check_kinds(folder, check_files(weight_files(folder)), config)
-    with loading(f"the model in {model}"):
-        loaded, found = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False
-        )
+    files = weight_files(folder)
+    check_kinds(folder, check_files(files), config)
+    try:
+        with loading(f"the model in {model}"):
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False
+            )
+    except BadFileError:
+        check_contents(files)  # which names the file, if it is one's contents
+        raise
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
@@ -129,6 +134,8 @@ def load_tokenizer(model: str | Path, needed_by: str | None = None) -> Any:
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (BadFileError, ImportError) as error:
         if needed_by is not None:
+            for path in sorted(folder.glob("*token*.json")):
+                read_json(path)  # says so itself if it is the culprit
             raise
         warnings.warn(f"{one_line(error)}; so there is none", stacklevel=2)
         return None

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import pickle
+import pickletools
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from qprecon.files import PICKLE, SAFETENSORS, check_file, read_json, reading
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_READ = 2**20  # bytes of a pickle that are looked through for what it would run
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
     "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6,
@@ -108,7 +110,7 @@ def read_header(path: Path) -> Header:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         shapes = {name: tuple(map(int, facts["shape"])) for name, facts in entries.items()}
-        dtypes = {name: str(facts["dtype"]) for name, facts in entries.items()}
+        dtypes = {name: "".join(facts["dtype"]) for name, facts in entries.items()}
         spans = {name: tuple(map(int, facts["data_offsets"])) for name, facts in entries.items()}
     _check_spans(path, shapes, dtypes, spans)
     _check_size(path, size, 8 + length + max((end for _, end in spans.values()), default=0))
@@ -117,7 +119,7 @@ def read_header(path: Path) -> Header:
 
 def _check_spans(path: Path, shapes: Mapping, dtypes: Mapping, spans: Mapping) -> None:
     for name, shape in shapes.items():
-        bits = _BITS.get(dtypes[name])
+        bits = _BITS.get(dtypes[name])  # None: a dtype of a later version, which safetensors knows or refuses
         start, end = spans[name] if len(spans[name]) == 2 else (0, -1)
         whole = bits is None or (math.prod(shape) * bits + 7) // 8 == end - start
         if not 0 <= start <= end or any(side < 0 for side in shape) or not whole:
@@ -154,23 +156,45 @@ def pickled_dtypes(path: Path) -> dict[str, str]:
                 warnings.simplefilter("ignore")  # of protocols that it may not understand
                 found = torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
         except pickle.UnpicklingError as error:
-            raise BadFileError(f"{path} is not loaded: {_why_refused(path, error)}") from error
+            raise BadFileError(f"{path} is not loaded: {_why_refused(path)}") from error
     if not isinstance(found, dict):
         raise BadFileError(f"{path} should hold a dict of tensors, it holds {type(found).__name__}")
     return {name: str(value.dtype).removeprefix("torch.") for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def _why_refused(path: Path, error: Exception) -> str:
+def _why_refused(path: Path) -> str:
     """Without torch's own advice, which is to run the file."""
     try:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:
-        asked = []
-        if "Unsupported" in str(error):
-            asked = [str(error).partition("GLOBAL ")[2].split(" ")[0]] if "GLOBAL " in str(error) else []
+    except Exception:  # no file of torch.save, or a torch before 2.5
+        asked = list(_globals(path))
     if asked:
-        return f"it is a pickle that would run {', '.join(asked)} as it is read, and weights need nothing of the kind"
+        return f"it is a pickle that would run {', '.join(asked[:5])} as it is read, and weights need nothing of the kind"
     return "it is a pickle of something else than tensors, or damaged"
+
+
+def _globals(path: Path) -> Iterator[str]:
+    """What a bare pickle imports, as far as it can be followed."""
+    words: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(path.read_bytes()[:_READ]):
+            if opcode.name in ("GLOBAL", "INST"):
+                yield str(argument).replace(" ", ".")
+            elif opcode.name == "STACK_GLOBAL":
+                yield ".".join(words[-2:])
+            elif isinstance(argument, str):
+                words.append(argument)
+    except ValueError:  # it ends, or is none
+        return
+
+
+def check_contents(files: WeightFiles) -> None:
+    """BadFileError for a file of torch.save whose contents are not those that were written, which its zip archive can tell."""
+    for path in (files.folder / name for name in files.names if not files.safetensors):
+        if zipfile.is_zipfile(path):
+            with reading(path, PICKLE), zipfile.ZipFile(path) as archive:
+                if (bad := archive.testzip()) is not None:
+                    raise BadFileError(f"{path} is damaged: the checksum of {bad} in it is another")
 
 
 def check_files(files: WeightFiles) -> dict[str, dict[str, str]]:

@@ -29,9 +29,9 @@ def left_dense(model: nn.Module, plan: Plan) -> tuple[tuple[str, float], ...]:
     by_owner: dict[str, list[str]] = {}
     for name in parameters:
         by_owner.setdefault(name.rpartition(".")[0], []).append(name)
-    for layer, reason in plan.excluded:
-        own = [parameters[name] for name in (layer, *by_owner.get(layer, ()), *_stacked(layer)) if name in parameters]
-        add(reason, layer, sum(sizes.pop(id(parameter), 0) for parameter in own))
+    for left, reason in plan.excluded:
+        own = [parameters[name] for name in (left, *by_owner.get(left, ()), *_stacked(left)) if name in parameters]
+        add(reason, left, sum(sizes.pop(id(parameter), 0) for parameter in own))
     blocks = tuple(f"{block.name}." for block in plan.blocks)
     for name, parameter in parameters.items():
         add(_VECTORS if name.startswith(blocks) else _OUTSIDE, name, sizes.pop(id(parameter), 0))
