@@ -20,7 +20,7 @@ _FLOATS = re.compile(r"(F8|F6|F4|float8|float6|float4)", re.IGNORECASE)
 _INTEGERS = re.compile(r"(I8|U8|I4|U4|u?int8|u?int4|qint|quint)", re.IGNORECASE)
 # The last component of names that quantisers give to what belongs to codes.
 _SCALES = re.compile(
-    r"(.*_)?(scales?(_inv|_2)?|zero_points?|qzeros|absmax|quant_map|quant_state\b.*|SCB|weight_shape|g_idx|nested_absmax)"
+    r"(.*_)?(scales?(_inv|_2)?|zero_points?|qzeros|absmax|quant_map|SCB|weight_shape|g_idx|nested_absmax)"
 )
 _WAY_OUT = "Dequantise the model first, or add the quantization_config that the tool wrote which made it"
 
@@ -107,4 +107,4 @@ def check_left_over(folder: Path, names: Iterable[str]) -> None:
 
 def is_scale(name: str) -> bool:
     """Whether a tensor is so named as quantisers name scales, zero points and what goes with them."""
-    return _SCALES.fullmatch(name.rpartition(".")[2]) is not None
+    return _SCALES.fullmatch(name.rpartition(".")[2]) is not None or ".quant_state." in name

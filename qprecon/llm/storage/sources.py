@@ -237,6 +237,9 @@ class DiskBlocks:
         prefixes = tuple(block.name + "." for block in self.blocks)
         return [name for name in self.stored if not name.startswith(prefixes)]
 
+    def _block_of(self, name: str) -> int | None:
+        return next((index for index, block in enumerate(self.blocks) if name.startswith(f"{block.name}.")), None)
+
     def _taken(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         pending = self.ahead.pop((index, dense), None)
         try:
@@ -249,11 +252,12 @@ class DiskBlocks:
     def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         # A block after one that is missing may have been written too; it is pruned again, from the model's own weights.
         entry = None if dense or index >= self.finished else self.journal.entry(_key(index))
-        shards = self.shards
-        if entry is not None:
-            shards = Shards(self.journal.folder, dict.fromkeys(entry["names"], entry["file"]), {}, {}, {})
+        written = dict.fromkeys(entry["names"], entry["file"]) if entry is not None else {}
+        names, pinned = self._names(index), self.device.type == "cuda"
+        done = [name for name in names if self.stored[name] in written]  # not what it shares with another block, which holds it
         with _own_stream(self.read_stream):
-            return self._read(shards, self._names(index), self.device, pinned=self.device.type == "cuda")
+            tensors = self._read(self.shards, [name for name in names if self.stored[name] not in written], self.device, pinned)
+            return tensors | self._read(Shards(self.journal.folder, written, {}, {}), done, self.device, pinned)
 
     def _read(
         self, shards: Shards, names: Iterable[str], device: torch.device, pinned: bool = False
@@ -275,8 +279,8 @@ class DiskBlocks:
         self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None)
 
     def _write(self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any) -> None:
-        """Under their stored names; a tied tensor once. Rows go with them, for a run that continues this one."""
-        own = {self.stored[name]: tensor for name, tensor in tensors.items()}
+        """Under their stored names; a tied tensor once, with its block. Rows go with them, for a run that continues this one."""
+        own = {self.stored[name]: tensor for name, tensor in tensors.items() if self._block_of(self.stored[name]) == index}
         with _own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
