@@ -50,17 +50,21 @@ def test_lines_of_json_under_another_name_are_asked_about(name, tmp_path):
         load_texts(tmp_path / name)
 
 
-@pytest.mark.parametrize("content", ["{ an opening\nbrace }\n", "[1] a footnote\n[2] another\n", "1\n2\n3\n", '"quoted"\n', "{}{}\n", "\ufeffwords"])
+@pytest.mark.parametrize("content", [
+    "{ an opening\nbrace }\n", "[1] a footnote\n[2] another\n", "1\n2\n3\n", '"quoted"\n', "{}{}\n", "\ufeffwords",
+])  # fmt: skip
 def test_text_that_only_begins_like_json_is_text(content, tmp_path):
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     assert load_texts(tmp_path / "a.txt") == [content.removeprefix("\ufeff")]
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("a.jsonl", LINES + '{"tex', r"line 4: not JSON"), ("a.jsonl", LINES + '{"content": "a"}', r"line 4: no \"text\" string.*'content'"),
+    ("a.jsonl", LINES + '{"tex', r"line 4: not JSON"),
+    ("a.jsonl", LINES + '{"content": "a"}', r"line 4: no \"text\" string.*'content'"),
     ("a.json", '[{"text": "a"}, {"text": 3}]', r"row 2: no \"text\""), ("a.json", "[[1, 2]]", r"row 1: no \"text\".*\[1, 2\]"),
     ("a.json", '[{"text": "a"},\n', r"line 2: not JSON"), ("a.json", "3", r"line 1: no \"text\""), ("a.jsonl", "\n \n", "no rows"),
-    ("a.jsonl", '{"messages": [{"role": "user"}]}', r"'messages'"), ("a.jsonl", '{"text": "a"}\n' + "[" * 100_000, "line 2: not JSON"),
+    ("a.jsonl", '{"messages": [{"role": "user"}]}', r"'messages'"),
+    ("a.jsonl", '{"text": "a"}\n' + "[" * 100_000, "line 2: not JSON"),
 ])  # fmt: skip
 def test_a_bad_row_is_named(name, content, said, tmp_path):
     (tmp_path / name).write_text(content)
@@ -87,7 +91,8 @@ def test_a_gzip_file_cut_short_is_named(tmp_path):
 
 @pytest.fixture
 def datasets():
-    return pytest.importorskip("datasets", reason="tables are read with datasets (pip install 'qprecon[eval]')", exc_type=ImportError)
+    reason = "tables are read with datasets (pip install 'qprecon[eval]')"
+    return pytest.importorskip("datasets", reason=reason, exc_type=ImportError)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet", "a.csv.gz"])
@@ -105,7 +110,9 @@ def test_tables_give_their_column_of_text(name, datasets, tmp_path, monkeypatch)
         load_texts(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\xff\xfe\xfd" * 30, b"<!DOCTYPE html><html></html>", b'"open,\n1,2\n'])
+@pytest.mark.parametrize("content", [
+    b"", b"PAR1 and no more", b"\xff\xfe\xfd" * 30, b"<!DOCTYPE html><html></html>", b'"open,\n1,2\n',
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.arrow"])
 def test_a_bad_table_is_named(name, content, datasets, tmp_path):
     (tmp_path / name).write_bytes(content)

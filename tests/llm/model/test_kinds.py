@@ -96,7 +96,8 @@ def remote(folder, kind):
     toy_llama().save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": kind, "auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}}
+    code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    config |= {"model_type": kind, "auto_map": code}
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("configuration_own.py", "modeling_own.py"):
         (folder / name).write_text(f"open({str(folder / 'it was run')!r}, 'w')\nclass OwnConfig: pass\n")
@@ -106,7 +107,7 @@ def test_a_models_own_code_is_not_run_and_nothing_is_asked(tmp_path, capsys, mon
     remote(tmp_path / "model", "own")
     monkeypatch.setattr(sys, "stdin", Terminal())
     for read in (load_config, load_causal_lm, lambda path: prune_model(path, tokens(2), out=tmp_path / "out", progress=False)):
-        with pytest.raises(ValueError, match=r"configuration_own\.py, modeling_own\.py.*not run.*trust_remote_code=True.*in memory"):
+        with pytest.raises(ValueError, match=r"configuration_own\.py, modeling_own\.py.*not run.*trust_remote_code=True.*memory"):
             read(tmp_path / "model")
     assert not (tmp_path / "model" / "it was run").exists()
 
@@ -162,10 +163,11 @@ def test_a_text_is_looked_at_before_the_weights_are_read(tmp_path, capsys, monke
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "short.txt").write_text(words(40))
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
+    prune, short = ["prune", str(tmp_path / "model"), str(tmp_path / "out"), "--calib"], str(tmp_path / "short.txt")
     for command, said in (
-        (["prune", str(tmp_path / "model"), str(tmp_path / "out"), "--calib", str(tmp_path / "short.txt")], "too little calibration"),
-        (["eval", str(tmp_path / "model"), "--text", str(tmp_path / "short.txt")], "too little text"),
-        (["prune", str(tmp_path / "model"), str(tmp_path / "out"), "--calib", "builtin", "--targets", "nothing"], "'nothing' matches no"),
+        ([*prune, short], "too little calibration"),
+        (["eval", str(tmp_path / "model"), "--text", short], "too little text"),
+        ([*prune, "builtin", "--targets", "nothing"], "'nothing' matches no"),
     ):
         assert main(command) == 2
         assert said in capsys.readouterr().err
