@@ -7,7 +7,7 @@ VENV := .venv
 STAMP := $(VENV)/.setup-done
 OLDER := .transformers4
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-EXTRAS := mpax,osqp,cvxpy,torch,llm,demo,eval,quantize,docs,lint,bench,test
+EXTRAS := mpax,osqp,cvxpy,torch,llm,report,demo,eval,quantize,docs,lint,bench,test
 MODEL ?=
 DEMO_JSON ?=
 
@@ -40,9 +40,11 @@ lint: $(STAMP)
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m mypy
 
-# Into site/; warnings are errors. `make test` builds them too.
+# Into site/; warnings are errors. `make test` builds them too. What mkdocstrings says of a docstring zensical only prints, so it is
+# looked for.
 docs: $(STAMP)
-	$(VENV)/bin/python -m mkdocs build --strict
+	@said=$$($(VENV)/bin/python -m zensical build --clean --strict 2>&1); code=$$?; echo "$$said"; \
+	test $$code -eq 0 && ! echo "$$said" | grep -q '^griffe:'
 
 demo: $(STAMP)
 	$(VENV)/bin/python -m qprecon demo $(if $(MODEL),--model '$(MODEL)') $(if $(DEMO_JSON),--json '$(DEMO_JSON)')

@@ -74,6 +74,35 @@ def reading(path: str | Path, kind: Kind, *also: type[Exception]) -> Iterator[No
         raise BadFileError(f"{path} {_fault(path, kind, error)}") from error
 
 
+@contextmanager
+def writing(path: str | Path, *also: type[Exception]) -> Iterator[None]:
+    """While open, an error of writing `path`, such as that of a full disk, is raised as OSError in one line that names it.
+
+    `also`: further classes that stand for a failed write there (torch.save raises RuntimeError).
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, *also)) and type(error).__module__.split(".")[0] not in _PACKAGES:
+            raise
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else one_line(error)
+        raise OSError(f"cannot write {path} ({reason})") from error
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a UTF-8 file, which is there complete or as it was before. OSError, naming it, where that cannot be done."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with writing(path):
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return path
+
+
 def check_file(path: str | Path, kind: Kind) -> None:
     """Raises as `reading` does where there is no such file, or it begins like something else than `kind`."""
     with reading(path, kind):

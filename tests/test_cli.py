@@ -281,8 +281,8 @@ from qprecon.llm.storage import sources
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 finish = sources.DiskBlocks.finish
-def finish_and_stop(source, index, rows):
-    finish(source, index, rows)
+def finish_and_stop(source, index, *more):
+    finish(source, index, *more)
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 sources.DiskBlocks.finish = finish_and_stop
 sys.exit(cli.main(sys.argv[2:]))

@@ -21,8 +21,8 @@ def test_no_cpu_backend_is_missing_or_broken(name):
 
 def test_every_direct_dependency_is_pinned():
     project = (ROOT / "pyproject.toml").read_text().split("[project]")[1].split("[project.scripts]")[0]
-    asked = set(re.findall(r'"([A-Za-z0-9_-]+)\s*>=', project))
-    pinned = set(re.findall(r"^([A-Za-z0-9_-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    asked = set(re.findall(r'"([A-Za-z0-9_.-]+)\s*>=', project))
+    pinned = set(re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
     assert {"numpy", "torch", "pytest"} <= asked
     assert asked <= pinned
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -100,10 +101,9 @@ def test_a_page_is_self_contained_and_says_everything(folders):
 def test_warnings_are_shown(folders, tmp_path):
     report = json.loads((folders[0] / output.REPORT_NAME).read_text())
     report["warnings"] = ["1 experts got no token"]
-    report["fallbacks"] = 3
-    report["layers"][1] |= {"uncertified": 2, "relative_gap": None, "note": "magnitude mask"}
+    report["layers"][1] |= {"uncertified": 2, "relative_gap": None, "note": "magnitude mask", "fallbacks": 3}
     report["layers"][2] |= {"relative_gap": 0.0, "error_stored": 0.0}
-    report["largest_gap"] = None
+    report["layers"][3]["error_masked"] = None  # an overflow
     (tmp_path / output.REPORT_NAME).write_text(json.dumps(report))
     shown = " ".join(Checker(write_page([tmp_path]).read_text()).text)
     parts = ("1 experts got no token", "3 columns kept their start", "2 of", "without any certificate", "magnitude mask")
@@ -182,6 +182,43 @@ def test_folders_that_are_no_runs_are_named(folders, tmp_path, capsys):
         with pytest.raises(ValueError, match=culprit):
             write_page([folders[0], tmp_path])
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "culprit"),
+    [
+        (output.REPORT_NAME, ("settings", "tol"), "small", "tol: input should be a valid number, got 'small'"),
+        (output.REPORT_NAME, ("settings", "mask"), 3, "mask: "),
+        (output.REPORT_NAME, ("settings", "pattern"), 3, "pattern: "),
+        (output.REPORT_NAME, ("layers", 2, "zeros"), [], r"layers\[2\]\.zeros: "),
+        (output.REPORT_NAME, ("layers",), [], "layers is empty"),
+        (assessment.EVALUATION_NAME, ("perplexity", 0, "windows"), "4", r"perplexity\[0\]\.windows: "),
+        (assessment.EVALUATION_NAME, ("tasks", 1, "acc"), None, r"tasks\[1\]\.acc: "),
+        (assessment.EVALUATION_NAME, ("format",), 9, "format is 9"),
+    ],
+)
+def test_a_key_that_is_wrong_is_named_with_its_file(folders, tmp_path, name, path, value, culprit):
+    for other in (output.REPORT_NAME, assessment.EVALUATION_NAME):
+        data = json.loads((folders[0] / other).read_text())
+        (tmp_path / other).write_text(json.dumps(replaced(data, path, value) if other == name else data))
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path / name))}: {culprit}"):
+        write_page([tmp_path])
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "pydantic"])
+def test_a_missing_package_names_the_extra(folders, missing):
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom qprecon.page import write_page\nwrite_page([{str(folders[0])!r}])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"ImportError: a report's page needs {missing}: pip install 'qprecon[report]'" in run.stderr
+
+
+def test_neither_torch_nor_transformers_is_needed(folders, tmp_path):
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys(['torch', 'transformers'])\nfrom qprecon.page import write_page\n"
+        f"write_page([{str(folders[0])!r}], {str(tmp_path / 'page.html')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

@@ -1,16 +1,15 @@
 """One self-contained HTML page about one or several pruning runs: no network, no scripts, readable on a phone.
 
-Reads the JSON files in the output folders; needs neither torch nor transformers.
+Reads the JSON files in the output folders. Needs jinja2 and pydantic (`pip install 'qprecon[report]'`), neither torch nor
+transformers.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .layout import page
-from .runs import read_runs
+from qprecon.files import write_text
 
 __all__ = ["PAGE_NAME", "write_page"]
 
@@ -28,12 +27,19 @@ def write_page(folders: Sequence[str | Path], target: str | Path | None = None) 
         The file written.
 
     Raises:
-        FileNotFoundError: a folder without a report. ValueError: no folders, or a report that cannot be read.
+        FileNotFoundError: a folder without a report. ValueError: no folders, or a report that cannot be read: file and key are
+        named. ImportError: jinja2 or pydantic is missing.
     """
+    try:
+        import pydantic  # noqa: F401
+
+        from .layout import page
+        from .runs import read_runs
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "markupsafe", "pydantic"):
+            raise
+        raise ImportError(f"a report's page needs {error.name}: pip install 'qprecon[report]'") from error
     text = page(read_runs(folders))
     path = Path(folders[0]) / PAGE_NAME if target is None else Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-    return path
+    return write_text(path, text)

@@ -1,4 +1,7 @@
-"""Charts as inline SVG, coloured by the page's style sheet; every mark tells its values in a <title>."""
+"""Charts as inline SVG, coloured by the page's style sheet; every mark tells its values in a <title>.
+
+Reports may come from strangers, so nothing of theirs goes into a chart without `escape`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .escaping import escape
+from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 720, 280
 LEFT, RIGHT, TOP, BOTTOM = 68, 12, 16, 46
@@ -31,7 +34,7 @@ def layer_chart(
     unit: str = "",
     line: tuple[float, str] | None = None,
     join: bool = False,
-) -> str:
+) -> Markup:
     """Marks over the layers in order. line: a horizontal line and its name. join: a stem between a layer's marks."""
     known = [value for s in series for value in s.values if value is not None] + ([line[0]] if line else [])
     scale = _log_scale(known) if log else _linear_scale(known)
@@ -50,7 +53,7 @@ def layer_chart(
     return _figure(title, series, "".join(parts))
 
 
-def bars(title: str, items: Sequence[tuple[str, float, str]]) -> str:
+def bars(title: str, items: Sequence[tuple[str, float, str]]) -> Markup:
     """Horizontal bars, each (name, value, what stands beside it)."""
     largest, step = max([value for _, value, _ in items] + [1e-12]), 26
     left, right = 110, 90
@@ -61,15 +64,15 @@ def bars(title: str, items: Sequence[tuple[str, float, str]]) -> str:
         parts.append(f'<rect class="bar" x="{left}" y="{y}" width="{max(width, 1):.1f}" height="18" rx="3"/>')
         parts.append(f'<text x="{left + max(width, 1) + 6:.1f}" y="{y + 14}">{escape(text)}</text>')
     height, width = 12 + step * len(items), 600
-    return (
+    return Markup(
         f'<figure><figcaption>{escape(title)}</figcaption><div class="scroll"><svg class="small" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></div></figure>'
     )
 
 
-def _figure(title: str, series: Sequence[Series], body: str) -> str:
+def _figure(title: str, series: Sequence[Series], body: str) -> Markup:
     keys = "".join(f'<span class="key"><svg viewBox="0 0 14 14">{_shape(s, 7, 7)}</svg>{escape(s.label)}</span>' for s in series)
-    return (
+    return Markup(
         f'<figure><figcaption>{escape(title)}</figcaption><div class="keys">{keys}</div>'
         f'<div class="scroll"><svg class="wide" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
         f"{body}</svg></div></figure>"

@@ -2,52 +2,118 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qprecon.files import YAML, read_text
+from qprecon.llm.reporting.reading import read_json, validated
+from qprecon.llm.reporting.report import REPORT_NAME, LayerRow, PruneReport
+
 # The names under which qprecon.llm writes them; a test holds the two together.
-REPORT_NAME = "qprecon_report.json"
 EVALUATION_NAME = "qprecon_eval.json"
 RECIPE_NAME = "recipe.yaml"
 
 
 @dataclass(frozen=True)
+class Settings:
+    """Those of a report that the page speaks of."""
+
+    mask: str
+    update: str
+    pattern: str | dict[str, str]
+    damping: float
+    tol: float
+    nsamples: int
+    seqlen: int
+    seed: int
+    backend: str = "auto"
+    model: str = "a model"
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A row of `qprecon_eval.json`; the value is None or infinite where the loss was."""
+
+    value: float | None
+    text: str
+    windows: int
+    seqlen: int
+    bos: str
+
+    @property
+    def condition(self) -> str:
+        return f"{self.text} ({self.windows}×{self.seqlen}, BOS {self.bos})"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row of `qprecon_eval.json`: the accuracies of one task, of its first `limit` items only unless that is None."""
+
+    task: str
+    source: str
+    limit: int | None
+    items: int
+    acc: float
+    acc_stderr: float | None
+    acc_norm: float | None
+    acc_norm_stderr: float | None
+
+    @property
+    def condition(self) -> str:
+        return self.task if self.limit is None else f"{self.task} (first {self.limit})"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `qprecon eval --save` measured."""
+
+    perplexity: list[Perplexity] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Run:
-    """One output folder: its report, and what else lies there (empty or "" where it doesn't)."""
+    """One output folder: its report, and what else lies there (empty where it doesn't)."""
 
     name: str
-    report: dict[str, Any]
-    evaluation: dict[str, Any]
+    report: PruneReport
+    settings: Settings
+    evaluation: Evaluation
     recipe: str
 
     @property
-    def layers(self) -> list[dict[str, Any]]:
-        return self.report["layers"]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self.report["settings"]
+    def layers(self) -> tuple[LayerRow, ...]:
+        return self.report.layers
 
     @property
     def columns(self) -> int:
         """How many columns were solved for."""
-        return sum(row["n_outputs"] for row in self.layers if row["uncertified"] is not None)
+        return sum(row.n_outputs for row in self.layers if row.uncertified is not None)
 
     @property
     def uncertified(self) -> int:
-        return sum(row["uncertified"] or 0 for row in self.layers)
+        return sum(row.uncertified or 0 for row in self.layers)
 
     @property
     def seconds(self) -> float:
-        return sum(self.report["phase_seconds"].values())
+        return sum(self.report.phase_seconds.values())
 
-    def mean(self, field: str) -> float:
-        """The mean of a field over layers; those without it are left out."""
-        values = [row[field] for row in self.layers if row[field] is not None]
-        return sum(values) / len(values) if values else 0.0
+    def values(self, name: str) -> list[float | None]:
+        """A number of each layer; None where there is none or it is not finite."""
+        return [finite(getattr(row, name)) for row in self.layers]
+
+    def mean(self, name: str) -> float:
+        """The mean of a number over the layers that have it."""
+        known = [value for value in self.values(name) if value is not None]
+        return sum(known) / len(known) if known else 0.0
+
+
+def finite(value: Any) -> Any:
+    """The number, or None where it is None or not finite."""
+    return None if value is None or not math.isfinite(value) else value
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -62,36 +128,17 @@ def _read(folder: Path, name: str) -> Run:
     path = folder / REPORT_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no {REPORT_NAME}, so qprecon did not write it")
-    report = _json(path)
-    if report.get("format") != 1 or not report.get("layers"):
-        raise ValueError(f"{path} is of another format than this version of qprecon writes")
-    evaluation = _json(folder / EVALUATION_NAME) if (folder / EVALUATION_NAME).is_file() else {}
-    totals = {key: report[key] for key in _TOTALS} | {"tol": report["settings"]["tol"]}
-    for row in (totals, report["phase_seconds"], *report["layers"]):
-        _check_numbers(path, row)
-    for row in (*evaluation.get("perplexity", []), *evaluation.get("tasks", [])):
-        _check_numbers(folder / EVALUATION_NAME, row)
+    report = PruneReport.load(path)
+    if not report.layers:
+        raise ValueError(f"{path}: layers is empty")
+    settings = validated(Settings, {key: value for key, value in report.settings.items() if value is not None}, path)
     recipe = folder / RECIPE_NAME
-    return Run(name, report, evaluation, recipe.read_text(encoding="utf-8") if recipe.is_file() else "")
+    return Run(name, report, settings, _evaluation(folder), read_text(recipe, YAML) if recipe.is_file() else "")
 
 
-# Of the two files' rows; everything else in a row is a number.
-_TEXTS = {"name", "pattern", "note", "backend", "text", "bos", "task", "source"}
-_TOTALS = ("sparsity", "model_sparsity", "largest_gap", "fallbacks")
-
-
-def _check_numbers(path: Path, row: dict[str, Any]) -> None:
-    for field, value in row.items():
-        if field not in _TEXTS and value is not None and not isinstance(value, int | float):
-            raise ValueError(f"{path}: {field} is {value!r}, which is no number")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return data if isinstance(data, dict) else {}
+def _evaluation(folder: Path) -> Evaluation:
+    path = folder / EVALUATION_NAME
+    return validated(Evaluation, read_json(path, form=1), path) if path.is_file() else Evaluation()
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

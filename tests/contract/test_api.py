@@ -70,7 +70,7 @@ def _imports(path: pathlib.Path) -> list[tuple[str, bool]]:
 
 def _layer(path: pathlib.Path) -> str:
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    return {"llm": "llm", "backends": "backends", "cli": "cli", "demo": "cli", "__main__": "cli"}.get(first, "core")
+    return {"llm": "llm", "backends": "backends", "cli": "cli", "demo": "cli", "page": "cli", "__main__": "cli"}.get(first, "core")
 
 
 def _is(name: str, *packages: str) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qprecon.errors import BadFileError
-from qprecon.files import read_json
+from qprecon.files import read_json, write_text
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_length
 from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity, text_windows
@@ -125,6 +124,4 @@ def _add(path: Path, result: Evaluation) -> None:
         rows = [{**score, "source": facts["source"], "limit": facts["limit"]} for score in facts["scores"]]
         new = {(row["task"], row["source"], row["limit"]) for row in rows}
         saved["tasks"] = [old for old in saved["tasks"] if (old["task"], old["source"], old["limit"]) not in new] + rows
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(saved, indent=1) + "\n")

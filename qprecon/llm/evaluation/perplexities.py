@@ -22,6 +22,7 @@ from qprecon.llm.calibration.windows import (
     cut_windows,
     is_text,
 )
+from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
@@ -120,7 +121,8 @@ def perplexity(
         model = model.to(device)
     check_windows(model, list(tokens))
     start = time.perf_counter()
-    total = _total_nll(model, tokens, batch_size, autocast, progress)
+    with computing_on(model.get_input_embeddings().weight.device):
+        total = _total_nll(model, tokens, batch_size, autocast, progress)
     seconds = time.perf_counter() - start
     targets = tokens.shape[0] * (seqlen - 1)
     return PerplexityResult(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import find_linears
 from qprecon.llm.model.loading import load_causal_lm
@@ -81,7 +82,8 @@ def check_sparse(
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("torch's semi-structured sparse kernels need an NVIDIA GPU, and there is none here")
     loaded, _ = load_causal_lm(model, device="cpu", dtype="auto")
-    return _check(loaded, tokens, as_dtype(dtype), torch.device(device), torch.sparse.to_sparse_semi_structured)
+    with computing_on(torch.device(device)):
+        return _check(loaded, tokens, as_dtype(dtype), torch.device(device), torch.sparse.to_sparse_semi_structured)
 
 
 def _check(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device, sparsify: Sparsify) -> SparseCheck:

@@ -18,6 +18,7 @@ from qprecon._options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
+from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.hub import offline_if_silent
 from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
@@ -132,7 +133,7 @@ def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with evaluation_mode(model), _without_git():
+    with evaluation_mode(model), computing_on(model.device), _without_git():
         # lm-eval sets a padding token, so it gets a tokenizer of its own.
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         lm.loglikelihood = functools.partial(lm.loglikelihood, disable_tqdm=not bar)

@@ -21,12 +21,12 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"
 
 
 def choose_device(device: str | torch.device | None = None, argument: str = "device") -> torch.device:
-    """The device asked for; None and "auto" take the first CUDA device if there is one, else the CPU.
+    """The device asked for, a CUDA device with its number; None and "auto": the current CUDA one if any, else the CPU.
 
     Raises ValueError, naming the argument, for another kind of device, and for CUDA where there is none or none of that number.
     """
     if device is None or str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -37,6 +37,8 @@ def choose_device(device: str | torch.device | None = None, argument: str = "dev
         raise ValueError(f"{argument} {str(device)!r} was asked for, but this machine has no CUDA device")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{argument} {str(device)!r} was asked for, but this machine has {torch.cuda.device_count()} CUDA devices")
+    if chosen.type == "cuda" and chosen.index is None:  # to a thread it would mean the first one
+        return torch.device("cuda", torch.cuda.current_device())
     return chosen
 
 

@@ -28,7 +28,8 @@ from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.settings.recipe import Recipe
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.storage.in_memory import MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,14 @@ def _try_solve(method: Method, device: torch.device) -> None:
     hessian_NN = torch.eye(4, dtype=torch.float32, device=device)
     weights_NK = torch.ones(4, 1, dtype=torch.float32, device=device)
     mask_NK = torch.tensor([[True], [False], [True], [True]], device=device)
-    qprecon.solve(
-        hessian_NN, weights_NK, mask_NK, method.backend, damping=method.damping, tol=method.tol, **method.solve_options
-    )
+    for backend in _tried(method, device):
+        qprecon.solve(hessian_NN, weights_NK, mask_NK, backend, damping=method.damping, tol=method.tol, **method.solve_options)
+
+
+def _tried(method: Method, device: torch.device) -> list[str]:
+    """For "auto" on a GPU pcg too: the tiny problem does not come to it, but layers will, and its kernels are compiled there."""
+    bounded = not {"lower", "upper"}.isdisjoint(method.solve_options)
+    return ["auto", "pcg"] if method.backend == "auto" and device.type == "cuda" and not bounded else [method.backend]
 
 
 _SLOW = 2.0  # times as long as in float32, from which on it is worth a word

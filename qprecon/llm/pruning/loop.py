@@ -16,15 +16,14 @@ from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.windows import describe_source, is_text
 from qprecon.llm.masks import get_selector
-from qprecon.llm.masks.given import load_masks
-from qprecon.llm.masks.packed import write_masks
+from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import owl_asked, owl_plan
 from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
 from qprecon.llm.pruning.left_dense import left_dense
-from qprecon.llm.pruning.measure import finished_rows
+from qprecon.llm.pruning.measure import finished_rows, kept_masks
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.origin import Found, find_model, open_source
+from qprecon.llm.pruning.origin import find_model, open_source
 from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.log import RunLog
@@ -33,11 +32,13 @@ from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow, PruneReport
 from qprecon.llm.settings.options import takes
 from qprecon.llm.settings.recipe import Recipe, as_recipe
+from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
 
 
 @takes(Recipe)
+@on_its_device
 @torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
 def prune_model(
     model: nn.Module | str | Path,
@@ -71,7 +72,7 @@ def prune_model(
         progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
         resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
             True the same call continues it, with the same weights as an uninterrupted run; False starts over.
-        save_masks: also write the masks to `out`, a bit a weight (`qprecon.llm.masks.packed`).
+        save_masks: also write the masks that were used to `out`, a bit a weight (`qprecon.llm.masks.packed`).
         **settings: fields of `Recipe` by name, in place of those of `recipe`.
 
     Returns:
@@ -82,6 +83,7 @@ def prune_model(
             unfinished run with other settings beside `out` (the differences are named).
         OSError: a file that cannot be written; blocks finished before are kept.
     """
+    assert isinstance(device, torch.device)  # chosen by `on_its_device`
     recipe = as_recipe(recipe, settings)
     log = RunLog(progress, notes=recipe.without_effect())
     if save_masks and out is None:
@@ -91,13 +93,12 @@ def prune_model(
             given, out = out, check_output(out)
             if Path(given).expanduser().is_symlink():
                 log.note(f"{given} is a link: the model is written to {out}")
-        device = choose_device(device)
         if store not in (None, "auto"):
             choose_device(store, "store")
         owl = owl_asked(recipe)
-        recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store}
+        recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store, "save_masks": save_masks}
         recorded["allocation_options"] = owl and owl.options
-        method = Method(**recipe.settings())
+        method = Method(**recipe.settings(), keep_masks=save_masks)
         check_choices(method, device)
         with log.library_bars():
             found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, is_text(calibration), log)
@@ -132,13 +133,13 @@ def prune_model(
     report = outcome(rows, source.zeros(rows), recorded, log, **facts)
     if out is not None:
         with log.phase("save"):
+            masks = source.masks() if save_masks else None
             if found.shards is None:
                 with log.library_bars():
-                    save_model(found.model, report, out, found.tokenizer, companions)
+                    save_model(found.model, report, out, found.tokenizer, masks, companions)
             else:
-                complete_folder(partial_folder(out), source.entries(), found.model, report, out, found.tokenizer, companions)
-            if save_masks:
-                write_masks(out, _stored_masks(found, plan, out))
+                folder, shards = partial_folder(out), source.entries()
+                complete_folder(folder, shards, found.model, report, out, found.tokenizer, masks, companions)
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
 
@@ -175,7 +176,7 @@ def _prune_blocks(
                         log.step(block.name, len(group), layer=group[-1].view.name)
                     rows += (new := finished_rows(drafts))
                     log.add_rows(new)
-                    source.finish(index, new)
+                    source.finish(index, new, kept_masks(drafts))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if dense:
@@ -195,10 +196,3 @@ def _learn_masks(
     )  # fmt: skip
 
 
-def _stored_masks(found: Found, plan: Plan, out: str | Path) -> dict[str, torch.Tensor]:
-    """Which stored weights are not 0, layer -> bool (N, K); read back where the model was written block by block."""
-    views = [layer.view for layers in plan.layers for layer in layers]
-    if found.shards is None:
-        return {view.name: view.weights_NK() != 0 for view in views}
-    stored = {view.name: view.stored_as for view in views}
-    return load_masks(out, names=list(stored), stored=stored)

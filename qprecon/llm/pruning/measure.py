@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qprecon.llm.calibration.gram import WIDE_PRODUCT
+from qprecon.llm.masks.packed import pack
 from qprecon.llm.reporting.report import LayerRow
 
 if TYPE_CHECKING:
@@ -46,11 +47,15 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Draft:
-    """A row whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite; float64 (7,)."""
+    """A row whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite; float64 (7,).
+
+    mask: the bits of the mask that was used (`masks.packed`), if the method keeps them.
+    """
 
     layer: LayerPlan
     facts: dict[str, Any]
     figures: torch.Tensor
+    mask: torch.Tensor | None = None
     seconds: Seconds | None = None
 
     @property
@@ -83,8 +88,14 @@ def draft_rows(
         facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol)}
         if method.mask == "given":
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
-        drafts.append(Draft(layer, facts, figures_7K[:, columns].sum(1)))
+        bits = pack(mask_NK[:, columns]) if method.keep_masks else None
+        drafts.append(Draft(layer, facts, figures_7K[:, columns].sum(1), bits))
     return drafts
+
+
+def kept_masks(drafts: Sequence[Draft]) -> dict[str, torch.Tensor]:
+    """The packed masks of a block, layer -> bits; none unless the method keeps them."""
+    return {draft.layer.view.name: draft.mask for draft in drafts if draft.mask is not None}
 
 
 def finished_rows(drafts: Sequence[Draft]) -> list[LayerRow]:

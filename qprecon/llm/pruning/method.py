@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Method(Recipe):
-    """The recipe as layers see it: with given masks read, and with masks that were learned on the whole model."""
+    """The recipe as layers see it: with given masks read, and with masks that were learned on the whole model.
 
+    keep_masks: drafts of rows carry the masks that were used, packed.
+    """
+
+    keep_masks: bool = False
     learned_masks: Mapping[str, torch.Tensor] | None = None

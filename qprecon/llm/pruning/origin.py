@@ -24,9 +24,10 @@ from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
 from qprecon.llm.storage.companions import Companions, find_companions
+from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import EXPLAINED, partial_folder
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def open_source(
         "times of model files": found.shards.contents if settings["allocation"] == "owl" else {},
         "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
+        "device": device.type,  # which one of a kind makes no difference
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qprecon.llm.reporting.reading import read_json, validated
+
+REPORT_NAME = "qprecon_report.json"
+FORMAT = 1
 MUCH = 0.05  # of a model: what is left dense and is more is said first
 
 
@@ -96,7 +100,7 @@ class PruneReport:
 
     def to_json(self, files: Collection[str] | None = None) -> str:
         """The report as JSON text; numbers that JSON lacks (infinities) become null. `files`: what was written with it."""
-        data = {"format": 1, **dataclasses.asdict(self), "largest_gap": self.largest_gap, "fallbacks": self.fallbacks}
+        data = {"format": FORMAT, **dataclasses.asdict(self), "largest_gap": self.largest_gap, "fallbacks": self.fallbacks}
         if files is not None:
             data["files"] = sorted(files)
         return json.dumps(_plain(data), indent=1, allow_nan=False)
@@ -106,6 +110,24 @@ class PruneReport:
         path = Path(path)
         path.write_text(self.to_json(files) + "\n", encoding="utf-8")
         return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> PruneReport:
+        """The report that `save` wrote to `path`, a file or the output folder with it.
+
+        The gap of a column without any certificate is infinite again; other numbers that JSON lacks are NaN.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is not JSON, of another format, or a key is missing or of the wrong type; file and key are named.
+        """
+        path = Path(path) / REPORT_NAME if Path(path).is_dir() else Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no such report: {path}")
+        data = read_json(path, FORMAT)
+        if isinstance(rows := data.get("layers"), list):
+            data["layers"] = [_restored(row) if isinstance(row, dict) else row for row in rows]
+        return validated(cls, data, path)
 
     def summary(self) -> str:
         """The outcome in a few lines."""
@@ -136,6 +158,17 @@ class PruneReport:
     def mean_error(self, which: str) -> float:
         """The mean over layers of one of the three errors of a row."""
         return math.fsum(getattr(row, which) for row in self.layers) / max(len(self.layers), 1)
+
+
+_NUMBERS = tuple(each.name for each in dataclasses.fields(LayerRow) if each.type == "float")
+
+
+def _restored(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as it was before `to_json` made its infinities null."""
+    row = row | {name: math.nan for name in _NUMBERS if name in row and row[name] is None}
+    if row.get("uncertified") and row.get("relative_gap") is None:
+        row["relative_gap"] = math.inf
+    return row
 
 
 def _plain(value: Any) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
+from qprecon import files
 from qprecon.llm.model.targets import ATTENTION, as_patterns
 from qprecon.llm.settings.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
 from qprecon.llm.settings.stages import of_other_tools, without_stage
@@ -44,9 +45,10 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no such recipe: {path}")
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        data = from_yaml(files.read_text(path, files.YAML))
+    except YAMLError as error:
+        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        raise ValueError(f"{path} is not YAML: {problem or error}{f', line {mark.line + 1}' if mark else ''}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a recipe is a mapping such as 'sparsity: 0.5', this is {type(data).__name__}")
     return checked(data, str(path))
@@ -60,16 +62,20 @@ def save_recipe(words: Mapping[str, Any], folder: str | Path) -> Path:
     settings = {key: value for key, value in words.items() if key in SETTINGS}
     run = {key: value for key, value in words.items() if key not in (*SETTINGS, *_OF_ONE_RUN)}
     complete = {key: value for key, value in Recipe(**settings).complete().items() if value not in (None, {})}
-    path = Path(folder) / RECIPE_NAME
-    partial = path.with_name(f".{RECIPE_NAME}.partial")
-    partial.write_text(to_yaml(run | complete), encoding="utf-8")
-    os.replace(partial, path)
-    return path
+    return files.write_text(Path(folder) / RECIPE_NAME, to_yaml(run | complete))
+
+
+def from_yaml(text: str) -> Any:
+    """The value of a YAML 1.2 document; no tag makes an object. YAML 1.1 would read 2:4 as 124, 1e-4 as text and `no` as False.
+
+    Raises ruamel's YAMLError, for a key that stands there twice too.
+    """
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def to_yaml(words: Mapping[str, Any]) -> str:
-    """YAML that `load_recipe` reads back to the same words, whatever the YAML version."""
-    return yaml.dump(dict(words), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """YAML that `load_recipe` reads back to the same words: one a line, its value as JSON, which is YAML 1.2."""
+    return "".join(f"{word}: {json.dumps(value, ensure_ascii=False)}\n" for word, value in words.items())
 
 
 def checked(words: Mapping[str, Any], source: str = "recipe") -> dict[str, Any]:
@@ -113,30 +119,3 @@ def _without_shorthands(words: Mapping[str, Any], base: Mapping[str, Any] | None
         ignore = words["ignore"] if "ignore" in words else (base or {}).get("ignore")
         words["ignore"] = [*as_patterns(ignore, "ignore"), ATTENTION]
     return words
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers and booleans. PyYAML's own 1.1 reads 2:4 as 124 (base 60), 1e-4 as text and `no` as False."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-        if twice:
-            raise yaml.YAMLError(f"the key {twice[0]!r} stands there twice")
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts in quotes what either version of YAML would read as something else than text."""
-
-
-_YAML_1_2 = (
-    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", list("-+0123456789")),
-    ("float", r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", list("-+.0123456789")),
-)
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in _YAML_1_2:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from qprecon.errors import BadFileError
+from qprecon.files import JSON, reading, writing
 
 PROGRESS = "qprecon_progress"
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
@@ -33,7 +32,7 @@ class Journal:
     def __init__(self, folder: Path):
         self.folder = folder
         self.progress = folder / PROGRESS
-        self._lock: Any = None
+        self._lock: BaseFileLock | None = None
         self.damaged: list[str] = []  # files of an earlier run that are not what it wrote
         self._sound: set[str] = set()  # entries whose files were checked, or written by this process
 
@@ -66,22 +65,23 @@ class Journal:
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
-        if fcntl is None:
-            return
         self.progress.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.progress / _LOCK, "w")
+        # Where a file system has no locks, filelock would leave a file in their place, which outlives a killed process.
+        lock = FileLock(self.progress / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
+            lock.acquire()
+        except Timeout as error:
             raise BlockingIOError(f"another process is writing to {self.folder}: wait for it, or choose another output") from error
+        except PermissionError:
+            raise
         except OSError:  # a file system without locks
-            pass
+            return
+        self._lock = lock
 
     def close(self) -> None:
         """Let other processes in."""
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     def _clear(self) -> None:
@@ -94,51 +94,82 @@ class Journal:
 
     def entry(self, key: str) -> dict[str, Any] | None:
         """What is known of a finished shard; None, and the entry is forgotten, where its file is not what was written."""
-        found = self.read(f"{key}.json")
+        try:
+            found = self.read(f"{key}.json")
+        except BadFileError:
+            found = {"file": f"{key}.json", "checksum": None}
         if found is not None and key not in self._sound:
-            path = self.folder / found["file"]
-            if not path.is_file() or checksum(path) != found["checksum"]:
-                self.damaged.append(found["file"])
+            own = [(self.folder / found["file"], found["checksum"])]
+            own += [(self._masks_of(key), found["masks"])] if found.get("masks") is not None else []
+            damaged = [path for path, known in own if not path.is_file() or checksum(path) != known]
+            if damaged:
+                self.damaged += [path.name for path in damaged]
                 (self.progress / f"{key}.json").unlink()
                 return None
             self._sound.add(key)
         return found
 
-    def write_shard(self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        """Write a shard and then its entry."""
+    def write_shard(
+        self, key: str, file: str, tensors: dict[str, torch.Tensor], facts: dict[str, Any], masks: dict[str, torch.Tensor]
+    ) -> None:
+        """Write a shard, the packed masks of its layers if there are any, and then its entry."""
         from safetensors.torch import save_file
 
-        write_atomically(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        self._write(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        if masks:
+            self._write(self._masks_of(key), lambda path: save_file(masks, path))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         known = {"file": file, "names": list(tensors), "bytes": size, "checksum": checksum(self.folder / file)}
+        known["masks"] = checksum(self._masks_of(key)) if masks else None
         self.write(f"{key}.json", {**known, **facts})
         self._sound.add(key)
+
+    def masks(self, key: str) -> dict[str, torch.Tensor]:
+        """The packed masks that were written with a shard."""
+        from safetensors.torch import load_file
+
+        return load_file(self._masks_of(key))
+
+    def _masks_of(self, key: str) -> Path:
+        return self.progress / f"{key}-masks.safetensors"
+
+    def _write(self, path: Path, write: Callable[[Path], Any]) -> None:
+        """`write_atomically`; an error says what is kept, if anything is."""
+        try:
+            write_atomically(path, write)
+        except OSError as error:
+            if not self._entries():
+                raise
+            kept = f"Blocks finished before are kept in {self.folder}: make room and run the same again"
+            raise OSError(f"{error}. {kept}") from error
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What `write` was given under this name; None where there is nothing."""
         path = self.progress / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        with reading(path, JSON, ValueError):
+            return json.loads(path.read_text(encoding="utf-8"))
 
     def write(self, name: str, data: Any) -> None:
         """Keep `data` with what is known of the run."""
         # JSON's Infinity and NaN are Python's own here: these files are read by nothing else.
-        write_atomically(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
+        self._write(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """`write(temporary path)`, then force it to the disk and give it its name. OSError, naming the folder, if the disk is full."""
+    """`write(temporary path)`, then force it to the disk and give it its name. OSError, naming the file, if the disk is full."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write(temporary)
-        temporary.chmod(0o666 & ~current_umask())  # safetensors makes its files private
-        _sync(temporary)
-        os.replace(temporary, path)
-        _sync(path.parent)
-    except Exception as error:  # safetensors raises its own class for a failed write
+        with writing(path, RuntimeError):
+            write(temporary)
+            temporary.chmod(0o666 & ~current_umask())  # safetensors makes its files private
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(path.parent)
+    except Exception:
         temporary.unlink(missing_ok=True)
-        raise OSError(
-            f"cannot write {path} ({error}). Blocks finished before are kept in {path.parent}: make room and run the same again"
-        ) from error
+        raise
 
 
 def checksum(path: Path) -> int:
@@ -164,7 +195,9 @@ def current_umask() -> int:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():  # there a folder cannot be opened
+        return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

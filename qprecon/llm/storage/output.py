@@ -10,18 +10,19 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qprecon.llm.masks.packed import MASKS_NAME
-from qprecon.llm.reporting.report import PruneReport
+from qprecon.errors import BadFileError
+from qprecon.files import read_json, writing
+from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
+from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
-REPORT_NAME = "qprecon_report.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
 EXPLAINED = _ADDED | {REPORT_NAME}
@@ -97,16 +98,18 @@ def _foreign(out: Path) -> list[str]:
 def _listed(report: Path) -> frozenset[str] | None:
     """The files that a report says were written with it; None where it says nothing."""
     try:
-        files = json.loads(report.read_text(encoding="utf-8")).get("files")
-    except (ValueError, AttributeError):  # a damaged report
+        files = read_json(report).get("files")
+    except BadFileError:
         return None
     return frozenset(map(str, files)) if isinstance(files, list) else None
 
 
 def save_model(
-    model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None, companions: Companions | None = None
-) -> Path:
-    """Write model, tokenizer, generation config, report and model card to `out`; the folder appears complete or not at all.
+    model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None,
+    companions: Companions | None = None,
+) -> Path:  # fmt: skip
+    """Write model, tokenizer, generation config, what else goes with the model, report, model card and, if given, masks to `out`;
+    the folder appears complete or not at all.
 
     A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output`
     does.
@@ -115,10 +118,11 @@ def save_model(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        model.save_pretrained(partial)
-        _explain(partial, report, tokenizer, companions)
-        partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
-        _put(partial, out)
+        with writing(out):
+            model.save_pretrained(partial)
+            _explain(partial, report, tokenizer, masks, companions)
+            partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
+            _put(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -133,31 +137,44 @@ def partial_folder(out: str | Path) -> Path:
 
 def complete_folder(
     partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None,
-    companions: Companions | None = None,
+    masks: Iterable[Packed] | None = None, companions: Companions | None = None,
 ) -> Path:  # fmt: skip
     """Add to the written shards what makes a model of them, and give the folder its name; `shards` as the journal has them."""
     out = check_output(out)
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
         leftover.unlink()
-    weight_map = {name: shard["file"] for shard in shards for name in shard["names"]}
-    index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": weight_map}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    model.config.save_pretrained(partial)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(partial)
-    _explain(partial, report, tokenizer, companions)
-    os.sync()  # before the folder gets its name: a power cut must not leave a name without the content
-    _put(partial, out)
+    try:
+        with writing(out):
+            _index(partial, shards)
+            model.config.save_pretrained(partial)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(partial)
+            _explain(partial, report, tokenizer, masks, companions)
+            if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
+                os.sync()
+            _put(partial, out)
+    except OSError as error:
+        raise OSError(f"{error}. The finished blocks are kept in {partial}: make room and run the same again") from error
     for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
         shutil.rmtree(leftover, ignore_errors=True)
     return out
 
 
-def _explain(folder: Path, report: PruneReport, tokenizer: Any, companions: Companions | None) -> None:
+def _index(folder: Path, shards: Sequence[Mapping[str, Any]]) -> None:
+    weight_map = {name: shard["file"] for shard in shards for name in shard["names"]}
+    index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _explain(
+    folder: Path, report: PruneReport, tokenizer: Any, masks: Iterable[Packed] | None, companions: Companions | None
+) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if companions is not None:
         companions.copy_to(folder)
+    if masks is not None:
+        write_masks(folder, masks)
     (folder / "README.md").write_text(model_card(report), encoding="utf-8")
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}

@@ -1,8 +1,4 @@
-"""Where the blocks come from and go to: a model in memory, or a folder read and written block by block.
-
-Both have `model`, `finished` (how many blocks an earlier run did), `rows` (theirs), `capture`, `opened`,
-`finish`, `close` and `stop`.
-"""
+"""Where the blocks come from and go to: a folder, read and written block by block. `in_memory` has the same for a model."""
 
 from __future__ import annotations
 
@@ -18,63 +14,13 @@ from torch import nn
 
 from qprecon.llm.calibration.capture import BlockInputs, capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
+from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_weights
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Shards, stored_names
+from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
-
-
-class MemoryBlocks:
-    """The blocks of a model in memory; each visits the device."""
-
-    finished, rows = 0, ()
-
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog):
-        self.model, self.blocks, self.device, self.log = model, blocks, device, log
-        for block in blocks:  # all of them before the first is changed
-            check_weights(block)
-
-    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
-        together = windows_together(self.model, samples, self.device)
-        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
-
-    @contextmanager
-    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
-        """While open, the block is on the device; it goes back to where it was."""
-        module = self.blocks[index].module
-        home = next(module.parameters()).device
-        if home == self.device:
-            yield module
-            return
-        with self.log.phase("move"):
-            module.to(self.device)
-        try:
-            yield module
-        finally:
-            with self.log.phase("move"):
-                module.to(home)
-
-    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
-        """Nothing to do: the block was pruned in place."""
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-    stop = close
-
-    def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
-        """Zeros and number of all parameters."""
-        # What the rows tell is not counted again: a count takes a processor as long as reading the weights.
-        pruned: dict[str, list[LayerRow]] = {}
-        for row in rows:
-            pruned.setdefault(f"{row.name}.weight", []).append(row)
-        zeros = total = 0
-        for name, parameter in self.model.named_parameters():
-            total += parameter.numel()
-            known = pruned.get(name)
-            zeros += known[0].zeros if known else parameter.numel() - int(torch.count_nonzero(parameter))
-        return zeros, total
 
 
 class DiskBlocks:
@@ -194,14 +140,22 @@ class DiskBlocks:
         finally:
             _empty(module)
 
-    def finish(self, index: int, rows: Sequence[LayerRow]) -> None:
-        """Write the open block, in the background; an error of an earlier write comes up here."""
+    def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
+        """Write the open block and its packed masks, layer -> bits, in the background; an error of an earlier write comes up
+        here."""
         with self.log.phase("write"):
             self._wait(most=1)  # memory for one block that is being written, no more
         block = self.blocks[index]
         tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event))
+        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event, masks))
+
+    def masks(self) -> Iterator[Packed]:
+        """The masks that `finish` was given, here or in an earlier run; read from the disk block by block."""
+        for index in range(len(self.blocks)):
+            entry = self.journal.entry(_key(index))
+            if entry["rows"]:
+                yield from named_masks([LayerRow(**row) for row in entry["rows"]], self.journal.masks(_key(index)))
 
     def close(self) -> None:
         """Copy the blocks that were not pruned, and wait until everything is on the disk."""
@@ -276,26 +230,29 @@ class DiskBlocks:
         return {name: moved[self.stored[name]] for name in names}
 
     def _copy(self, index: int | None) -> None:
-        self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None)
+        self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None, {})
 
-    def _write(self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any) -> None:
+    def _write(
+        self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any,
+        masks: dict[str, torch.Tensor],
+    ) -> None:  # fmt: skip
         """Under their stored names; a tied tensor once, with its block. Rows go with them, for a run that continues this one."""
         own = {self.stored[name]: tensor for name, tensor in tensors.items() if self._block_of(self.stored[name]) == index}
         with _own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
-            own = fetched(own)
+            own, masks = fetched(own), fetched(masks)
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         parameters = sum(tensor.numel() for tensor in counted)
         sums = {name: self.sums[name] for name in own}
         facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
         key = _OUTSIDE if index is None else _key(index)
-        self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts)
+        self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts, masks)
 
     def _copy_left_over(self) -> None:
         tensors = self.shards.read(self.left_over)
         facts = {"zeros": 0, "parameters": 0, "rows": [], "source": {name: tensor_checksum(own) for name, own in tensors.items()}}
-        self.journal.write_shard(_LEFT_OVER, self._file(len(self.blocks) + 2), tensors, facts)
+        self.journal.write_shard(_LEFT_OVER, self._file(len(self.blocks) + 2), tensors, facts, {})
 
     def _file(self, number: int) -> str:
         return f"model-{number:05d}-of-{len(self.blocks) + 1 + bool(self.left_over):05d}.safetensors"

@@ -134,8 +134,8 @@ def test_a_run_that_stopped_goes_on_with_the_same_shares(tmp_path, monkeypatch):
     whole = prune_model(tmp_path / "model", samples, out=tmp_path / "whole", **asked)
     finish = DiskBlocks.finish
 
-    def stop_after_one(source, index, rows):
-        finish(source, index, rows)
+    def stop_after_one(source, index, *more):
+        finish(source, index, *more)
         if index == 1:
             raise KeyboardInterrupt
 

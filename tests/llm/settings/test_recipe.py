@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-import yaml
+from ruamel.yaml import YAML
 
 from qprecon import cli
 from qprecon.llm import prune_model
@@ -120,17 +120,25 @@ def test_keywords_go_before_a_recipe():
         as_recipe("recipe.yaml", {})
 
 
+def read_as_1_1(text):
+    """As most readers in use do."""
+    reader = YAML(typ="safe", pure=True)
+    reader.version = (1, 1)
+    return reader.load(text)
+
+
 def test_yaml_1_1_does_not_spoil_patterns_and_numbers(tmp_path):
     path = written(tmp_path, "pattern: 2:4\ntol: 1e-6\nmask: no\nnsamples: 12\nignore: [re:.*3$, lm_head]\n")
-    assert yaml.safe_load(path.read_text())["pattern"] == 124  # what would have been asked for
+    assert read_as_1_1("pattern: 2:4")["pattern"] == 124  # what would have been asked for
     assert dict(load_recipe(path)) == dict(
         pattern="2:4", tol=1e-6, mask="no", nsamples=12, ignore=["re:.*3$", "lm_head"]
     )
 
 
 def test_a_recipe_reads_back_as_it_was_written(tmp_path):
-    words = dict(model="1e5", out="no", pattern={"q_proj": "2:4", "re:.*": 0.5}, tol=1e-7, seed=3, targets=["123"])
-    assert dict(load_recipe(written(tmp_path, to_yaml(words)))) == words == yaml.safe_load(to_yaml(words))
+    words = dict(model="1e5", out="no", pattern={"q_proj": "2:4", "re:.*": 0.5}, tol=1e-7, seed=3, targets=["123", "ä: #1\n"])
+    assert dict(load_recipe(written(tmp_path, to_yaml(words)))) == words
+    assert read_as_1_1(to_yaml({**words, "tol": 0.5})) == {**words, "tol": 0.5}  # its numbers have a point
     (tmp_path / "recipe.yaml").unlink()
     save_recipe({**words, "resume": False, "progress": "json"}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
@@ -159,7 +167,10 @@ def test_a_recipe_reads_back_as_it_was_written(tmp_path):
         ("model: 3", ("model", "text", "3")),
         ("progress: loud", ("progress", "bar, json, quiet", "'loud'")),
         ("update: adam", ("backend='adam'",)),
-        ("seed: 1\nseed: 2", ("'seed'", "twice")),
+        ("seed: 1\nseed: 2", ("not YAML", 'duplicate key "seed"', "line 2")),
+        ("mask_options: {a: 1, a: 2}", ("not YAML", "duplicate key")),
+        ("out: 2026-01-31", ("out", "text", "2026, 1, 31")),
+        ("seed: 1\n---\nseed: 2", ("not YAML", "another document")),
         ("calib: a.txt\ncalibration: b.txt", ("'calib' and 'calibration'",)),
         ("sparsity: 0.6\npattern: 2:4", ("0.6 contradicts pattern '2:4'",)),
         ("mask_structure: 1:4", ("mask_structure '1:4'", "kept or pruned")),

@@ -129,8 +129,8 @@ def stopped_after(monkeypatch, blocks, error=Stop):
     with monkeypatch.context() as patch:
         finish = sources.DiskBlocks.finish
 
-        def stop(source, index, rows):
-            finish(source, index, rows)
+        def stop(source, index, *more):
+            finish(source, index, *more)
             if index + 1 == blocks:
                 raise error
 
@@ -219,10 +219,10 @@ def test_a_full_disk_loses_no_finished_block(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         write = journal.Journal.write_shard
 
-        def full(self, key, file, tensors, facts):
+        def full(self, key, file, tensors, *more):
             if key == "block-00001":
                 tensors = _Full(tensors)
-            write(self, key, file, tensors, facts)
+            write(self, key, file, tensors, *more)
 
         patch.setattr(journal.Journal, "write_shard", full)
         with pytest.raises(OSError, match=r"No space left.*Blocks finished before are kept"):

@@ -1,0 +1,33 @@
+"""The device of a run is torch's current one meanwhile.
+
+Tensors carry their device, but some calls of torch (free memory, peak memory, waiting) and kernels of other libraries take the
+current one, which is the first GPU unless somebody says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from qprecon.llm.model.loading import choose_device
+
+
+def computing_on(device: torch.device) -> AbstractContextManager:
+    """While open, a CUDA device is the current one; another kind of device changes nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its keyword `device` made definite by `choose_device`, and current while it runs."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any, device: str | torch.device | None = None, **keywords: Any) -> Any:
+        chosen = choose_device(device)
+        with computing_on(chosen):
+            return function(*arguments, device=chosen, **keywords)
+
+    return run

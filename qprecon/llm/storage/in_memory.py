@@ -1,0 +1,84 @@
+"""Where the blocks come from and go to: a model in memory.
+
+Like `sources.DiskBlocks` it has `model`, `finished` (how many blocks an earlier run did), `rows` (theirs), `capture`, `opened`,
+`finish`, `close`, `stop`, and `masks` of all finished blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.capture import BlockInputs, capture_inputs
+from qprecon.llm.calibration.memory import windows_together
+from qprecon.llm.masks.packed import Packed
+from qprecon.llm.model.blocks import Block, check_weights
+from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.report import LayerRow
+
+
+class MemoryBlocks:
+    """The blocks of a model in memory; each visits the device."""
+
+    finished, rows = 0, ()
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog):
+        self.model, self.blocks, self.device, self.log = model, blocks, device, log
+        self.packed: list[Packed] = []
+        for block in blocks:  # all of them before the first is changed
+            check_weights(block)
+
+    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
+        together = windows_together(self.model, samples, self.device)
+        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+
+    @contextmanager
+    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
+        """While open, the block is on the device; it goes back to where it was."""
+        module = self.blocks[index].module
+        home = next(module.parameters()).device
+        if home == self.device:
+            yield module
+            return
+        with self.log.phase("move"):
+            module.to(self.device)
+        try:
+            yield module
+        finally:
+            with self.log.phase("move"):
+                module.to(home)
+
+    def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
+        """The block was pruned in place; its packed masks, layer -> bits, are kept."""
+        self.packed += named_masks(rows, {name: bits.cpu() for name, bits in masks.items()})
+
+    def masks(self) -> Iterator[Packed]:
+        """The masks that `finish` was given."""
+        return iter(self.packed)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    stop = close
+
+    def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
+        """Zeros and number of all parameters."""
+        # What the rows tell is not counted again: a count takes a processor as long as reading the weights.
+        pruned: dict[str, list[LayerRow]] = {}
+        for row in rows:
+            pruned.setdefault(f"{row.name}.weight", []).append(row)
+        zeros = total = 0
+        for name, parameter in self.model.named_parameters():
+            total += parameter.numel()
+            known = pruned.get(name)
+            zeros += known[0].zeros if known else parameter.numel() - int(torch.count_nonzero(parameter))
+        return zeros, total
+
+
+def named_masks(rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> Iterator[Packed]:
+    """The packed masks of a block, in the order of its rows, with their shapes."""
+    return ((row.name, (row.n_outputs, row.n_inputs), masks[row.name]) for row in rows if row.name in masks)
