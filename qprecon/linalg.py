@@ -113,6 +113,13 @@ def bfloat16_parts(x: Array, count: int) -> Iterator[Array]:
             x = x - part
 
 
+def power_of_two(x: np.ndarray) -> np.ndarray:
+    """The power of two nearest to each positive entry (in the logarithm); 1 for zero, negative or non-finite ones."""
+    x = np.asarray(x, dtype=np.float64)
+    usable = np.isfinite(x) & (x > 0)
+    return np.where(usable, np.exp2(np.round(np.log2(np.where(usable, x, 1.0)))), 1.0)
+
+
 def frobenius_norm(a_NN: Array) -> float:
     """‖A‖_F, summed in float64."""
     if kind_of(a_NN) == "torch":

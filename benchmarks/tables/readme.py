@@ -65,7 +65,7 @@ def quality(model: str) -> str:
 
 def layers() -> str:
     """Seconds and gaps of one large layer, methods against problems."""
-    rows = [row for row in load("solver_h100") if not _is_real(row)]
+    rows = [row for row in load("solver_h100") if not _is_real(row) and row["method"] in METHODS]
     problems = list(dict.fromkeys(row["problem"] for row in rows))
     latest = max(row["date"] for row in rows)
     body = [[method, *(_layer_cell(rows, problem, method, latest) for problem in problems)] for method in METHODS]

@@ -107,3 +107,35 @@ def test_the_same_call_gives_the_same_bits():
     h_NN, w_NK, mask_NK = (x.cuda() for x in _problem())
     first, second = (qprecon.solve(h_NN, w_NK, mask_NK, damping=0.01).weights for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("backend", ["auto", "pcg", "admm", "cholesky"])
+def test_a_prepared_hessian_gives_the_same_bits_and_its_memory_back(backend):
+    """Two solves with one H are those of two calls; afterwards nothing but H and the answers is held."""
+    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem(n=1024, k=256))
+    qprecon.solve(h_NN, w_NK, mask_NK, backend, damping=0.01)  # what libraries allocate once
+    qprecon.prepare(h_NN).inverse_factor(0.01)
+    before = torch.cuda.memory_allocated()
+    prepared = qprecon.prepare(h_NN, damping=0.01)
+    for mask in (mask_NK, ~mask_NK):
+        expected = qprecon.solve(h_NN, w_NK, mask, backend, damping=0.01).weights
+        assert torch.equal(prepared.solve(w_NK, mask, backend).weights, expected)
+    prepared.inverse_factor(0.01)
+    assert torch.cuda.memory_allocated() - before > 2 * h_NN.nbytes
+    prepared.release()
+    del expected
+    assert torch.cuda.memory_allocated() - before < h_NN.nbytes / 4
+
+
+def test_an_audit_and_an_inverse_factor_of_a_prepared_hessian():
+    h_NN, w_NK, mask_NK = _problem()
+    prepared = qprecon.prepare(h_NN.cuda(), damping=0.01)
+    solution = prepared.solve(w_NK.cuda(), mask_NK.cuda())
+    audit = prepared.audit(w_NK.cuda(), mask_NK.cuda(), solution.weights.bfloat16())
+    host = qprecon.prepare(h_NN, damping=0.01).audit(w_NK, mask_NK, solution.weights.bfloat16().cpu())
+    np.testing.assert_allclose(audit.objective, host.objective, rtol=1e-9)
+    np.testing.assert_allclose(audit.gap_bound, host.gap_bound, rtol=1e-6)
+    assert solution.residual.is_cuda and solution.residual.shape == w_NK.shape
+    factor_NN = prepared.inverse_factor(dtype="float64")
+    damped_NN = h_NN.double() + 0.01 * h_NN.double().diagonal().mean() * torch.eye(len(h_NN), dtype=torch.float64)
+    assert torch.dist(factor_NN.cpu().T @ factor_NN.cpu() @ damped_NN, torch.eye(len(h_NN), dtype=torch.float64)) < 1e-6

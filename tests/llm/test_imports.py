@@ -11,7 +11,7 @@ import qprecon
 
 LLM = pathlib.Path(qprecon.__file__).parent / "llm"
 # Each builds on those before it.
-ROOMS = ("model", "calibration", "masks", "settings", "reporting", "storage", "pruning", "evaluation")
+ROOMS = ("model", "calibration", "masks", "settings", "reporting", "storage", "pruning", "recovery", "evaluation")
 MOST_FILES = 12
 
 
@@ -25,6 +25,11 @@ def test_a_missing_package_names_the_extra(missing, wanted):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
     assert f"ImportError: qprecon.llm needs {missing}: pip install 'qprecon[llm]'" in run.stderr
+
+
+def test_reports_and_recipes_need_neither():
+    code = "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers'])\nfrom qprecon.llm import PruneReport, Recipe"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def _rooms_imported(path):

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from qprecon._options import is_whole
+from qprecon.llm.calibration.encodings import encoded_rows, is_encoded, token_rows
 from qprecon.llm.calibration.texts import is_source_name, load_texts
+from qprecon.options import is_whole
 
 DEFAULT_SEQLEN = 2048
 _TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens than a model of bytes has
@@ -46,8 +47,9 @@ def cut_windows(
     r"""Cut text or tokens into non-overlapping windows; a rest shorter than a window is dropped.
 
     Args:
-        source: a string or a list of strings (`tokenizer` needed), or token ids: an integer tensor (T,) or (S, L), or
-            a list of such. A string that is a single word or names a file is read by `load_texts`.
+        source: a string or a list of strings (`tokenizer` needed), or token ids: an integer tensor (T,) or (S, L), what
+            tokenizers return (`encodings`), or a list of such. A string that is a single word or names a file is read by
+            `load_texts`.
         tokenizer: a transformers tokenizer.
         seqlen: tokens a window.
         bos: "none": no special token anywhere. "first": the joined text is tokenised once with whatever the tokenizer
@@ -131,6 +133,8 @@ def _documents(source: Any) -> list:
         return load_texts(source)
     if isinstance(source, str):
         return [source]
+    if (rows := encoded_rows(source)) is not None:
+        return rows
     if isinstance(source, torch.Tensor):
         return token_rows(source, "the token tensor")
     if isinstance(source, Sequence):
@@ -143,7 +147,7 @@ def _documents(source: Any) -> list:
         got += f" of {' and '.join(sorted({type(item).__name__ for item in source}))}"
     raise TypeError(
         "text or tokens must be a string, a list of strings, an integer tensor (T,) or (S, L), or a list of such tensors, got "
-        f"{got}; of (inputs, targets) pairs pass the inputs, of a tokenizer's output the input_ids"
+        f"{got}; of (inputs, targets) pairs pass the inputs"
     )
 
 
@@ -155,21 +159,10 @@ def describe_source(source: Any) -> str:
         return f"a text of {len(source):,} characters"
     if isinstance(source, torch.Tensor):
         return f"tokens {tuple(source.shape)}"
+    if is_encoded(source):
+        return "text that a tokenizer had encoded"
     kinds = {type(item) for item in source}
     return f"{len(source):,} {'texts' if kinds == {str} else 'tensors of tokens'}"
-
-
-def token_rows(tokens: torch.Tensor, what: str) -> list[torch.Tensor]:
-    """The rows of (T,) or (S, L) token ids, each int64 (T,) or (L,), on the CPU.
-
-    ValueError for another shape, TypeError for another dtype; both name `what`.
-    """
-    if tokens.ndim not in (1, 2):
-        raise ValueError(f"{what} has shape {tuple(tokens.shape)}; token ids are (T,) or (S, L)")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(f"{what} has dtype {tokens.dtype}; token ids are integers")
-    rows = tokens.detach().to("cpu", torch.int64)
-    return [rows] if rows.ndim == 1 else list(rows)
 
 
 def _tokenise(text: str, tokenizer: Any, policy: str) -> torch.Tensor:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qprecon._options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
@@ -23,6 +22,7 @@ from qprecon.llm.model.hub import offline_if_silent
 from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode
+from qprecon.options import is_whole
 
 ALIASES = {"lambada": "lambada_openai"}
 
@@ -130,26 +130,36 @@ def _from_hub(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_size: int, bar: bool) -> dict[str, Any]:
-    from lm_eval.evaluator import simple_evaluate
+    # Not simple_evaluate, which also looks at the current folder's commit: outside a checkout git then writes "fatal: ..." to
+    # stderr, past what Python can redirect.
+    from lm_eval import evaluate
+
+    with evaluation_mode(model), computing_on(model.device):
+        # lm-eval sets a padding token, so it gets a tokenizer of its own.
+        lm = _adapter(bar)(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        found = _task_manager(any(isinstance(task, str) for task in tasks)).load(tasks)
+        for task in found["tasks"].values():
+            task.set_config(key="num_fewshot", value=0)
+        # The standard errors of means are computed from them, without resampling.
+        return evaluate(lm, found, limit=limit, bootstrap_iters=0, log_samples=False)
+
+
+def _adapter(bar: bool) -> type:
+    """lm-eval's model of transformers with its bar only where asked for, and with what it tokenised a moment ago remembered."""
     from lm_eval.models.huggingface import HFLM
 
-    with evaluation_mode(model), computing_on(model.device), _without_git():
-        # lm-eval sets a padding token, so it gets a tokenizer of its own.
-        lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
-        lm.loglikelihood = functools.partial(lm.loglikelihood, disable_tqdm=not bar)
-        lm.tok_encode = _remembering(lm.tok_encode)
-        return simple_evaluate(
-            model=lm,
-            tasks=tasks,
-            num_fewshot=0,
-            limit=limit,
-            bootstrap_iters=0,  # the standard errors of means are computed below
-            log_samples=False,
-            task_manager=_task_manager(any(isinstance(task, str) for task in tasks)),
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
+    class Adapter(HFLM):
+        @functools.cached_property
+        def remembered(self) -> Callable[..., list[int]]:
+            return _remembering(super().tok_encode)
+
+        def tok_encode(self, *arguments: Any, **more: Any) -> list[int]:
+            return self.remembered(*arguments, **more)
+
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not bar)
+
+    return Adapter
 
 
 def _remembering(encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
@@ -189,21 +199,3 @@ def _quiet(hide_bars: bool) -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _without_git() -> Iterator[None]:
-    """Without lm-eval's look at the current folder's commit, of no use here: outside a checkout git writes "fatal: ..." to stderr,
-    past what Python can redirect."""
-    from lm_eval import evaluator
-
-    name = "get_git_commit_hash"
-    original = getattr(evaluator, name, None)
-    if original is None:  # another version, which may look elsewhere
-        yield
-        return
-    setattr(evaluator, name, lambda: None)
-    try:
-        yield
-    finally:
-        setattr(evaluator, name, original)

@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qprecon import plugins
-from qprecon._options import made_options
 from qprecon.errors import PluginBrokenError
+from qprecon.options import made_options
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from qprecon._options import is_whole
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
+from qprecon.options import is_whole
 
 
 @dataclass(frozen=True)

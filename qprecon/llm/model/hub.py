@@ -84,6 +84,7 @@ def offline_if_silent() -> Iterator[None]:
     if constants.HF_HUB_OFFLINE or hub_answers():
         yield
         return
+    # The libraries have no public switch for that: they read the environment once, when they are imported.
     settings = [constants, *filter(None, [getattr(datasets, "config", None)])]
     before = [each.HF_HUB_OFFLINE for each in settings]
     try:

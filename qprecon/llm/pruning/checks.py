@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import qprecon
-from qprecon._options import is_number
 from qprecon.llm.masks import LayerData, Selector, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
+from qprecon.options import is_number
 
 
 def check_choices(method: Method, device: torch.device) -> None:

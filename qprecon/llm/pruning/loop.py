@@ -14,7 +14,7 @@ from torch import nn
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
-from qprecon.llm.calibration.windows import describe_source, is_text
+from qprecon.llm.calibration.windows import describe_source
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
@@ -23,7 +23,7 @@ from qprecon.llm.pruning.checks import check_choices, check_method, half_precisi
 from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.measure import finished_rows, kept_masks
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.origin import find_model, open_source
+from qprecon.llm.pruning.origin import companions_of, find_model, open_source
 from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
 from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.reporting.log import RunLog
@@ -61,8 +61,9 @@ def prune_model(
     Args:
         model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
             safetensors is read and written block by block and never held; where that cannot be done, the report says why.
-        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; or text, or one long tensor
-            of tokens, (T,), from which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
+        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; what a tokenizer returns,
+            input_ids with their attention_mask, whose padding is left out; or text, or one long tensor of tokens, (T,), from
+            which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
         recipe: the settings as one object, or a mapping of some of them.
         tokenizer: for text, where the model is in memory.
         out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
@@ -101,21 +102,24 @@ def prune_model(
         method = Method(**recipe.settings(), keep_masks=save_masks)
         check_choices(method, device)
         with log.library_bars():
-            found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, is_text(calibration), log)
+            found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
+        folder = None if found.shards is None else found.shards.folder
+        if out is not None:
+            with log.library_bars():
+                check_writable(found.model, found.tokenizer, folder)
         samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
         if found.is_skeleton:  # text before weights
             with log.library_bars():
                 found = found.in_memory(log)
             plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
-        if out is not None and found.shards is None:
-            check_writable(found.model)
-        stays_dense, companions = left_dense(found.model, plan), found.companions()
+        stays_dense = left_dense(found.model, plan)
+        companions = None if out is None else companions_of(found.name, found.tokenizer, found.files)
         source = open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
-        if out is not None and companions and companions.left_out:
+        if companions and companions.left_out:
             log.note(companions.note())
         if hint := half_precision_hint(plan, recipe.dtype, device):
             log.note(hint)
@@ -129,7 +133,7 @@ def prune_model(
         source.stop()
     recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     recorded |= {"calibration": describe_source(calibration), "seqlen": max(sample.numel() for sample in samples)}
-    facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions.left_out if companions and out else ()}
+    facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions.left_out if companions else ()}
     report = outcome(rows, source.zeros(rows), recorded, log, **facts)
     if out is not None:
         with log.phase("save"):
@@ -138,8 +142,10 @@ def prune_model(
                 with log.library_bars():
                     save_model(found.model, report, out, found.tokenizer, masks, companions)
             else:
-                folder, shards = partial_folder(out), source.entries()
-                complete_folder(folder, shards, found.model, report, out, found.tokenizer, masks, companions)
+                shards = source.entries()
+                complete_folder(
+                    partial_folder(out), shards, found.model, folder, report, out, found.tokenizer, masks, companions
+                )
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
 

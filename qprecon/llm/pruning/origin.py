@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.llm.calibration.windows import is_text
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.kinds import check_kinds
@@ -26,7 +27,7 @@ from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamab
 from qprecon.llm.storage.companions import Companions, find_companions
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import EXPLAINED, partial_folder
+from qprecon.llm.storage.output import EXPLAINED, check_apart, partial_folder
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -59,32 +60,16 @@ class Found:
         return replace(self, model=model, left_over=tuple(left_over))
 
 
-    def companions(self) -> Companions | None:
-        """What lies beside the weights in the model's folder; of a model in memory, in the one that it came from. Else None."""
-        files = self.files
-        if files is None:
-            folder = local_copy(self.name)
-            if folder is None:
-                return None
-            try:
-                files = weight_files(folder)
-            except (OSError, ValueError):
-                files = WeightFiles(folder, (), safetensors=True)
-        named = getattr(self.tokenizer, "name_or_path", None)
-        own = self.tokenizer is None or named in (self.name, str(files.folder))
-        return find_companions(files, EXPLAINED, own)
-
-
-def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, text: bool, log: RunLog) -> Found:
+def find_model(model: Any, calibration: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log: RunLog) -> Found:
     """The model that was given to `prune_model`: itself, or a skeleton of its folder, whose files have then been found to be whole.
 
-    text: whether a tokenizer will be needed. ValueError, TypeError, OSError: what cannot be pruned, or would be overwritten; what
-    `load_causal_lm` raises.
+    Of the calibration it is only asked whether a folder's tokenizer will be needed. ValueError, TypeError, OSError: what cannot be
+    pruned, or would be overwritten; and what `load_causal_lm` raises.
     """
     if dtype not in (None, "auto"):
         as_dtype(dtype)
     if isinstance(model, str | Path):
-        return _in_folder(model, tokenizer, out, dtype, mask, text, log)
+        return _in_folder(model, is_text(calibration), tokenizer, out, dtype, mask, log)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
@@ -94,13 +79,10 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, text
     return Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
-def _in_folder(model: str | Path, tokenizer: Any, out: Any, dtype: Any, mask: str, text: bool, log: RunLog) -> Found:
+def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: Any, mask: str, log: RunLog) -> Found:
     if out is None:
         raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
-    if Path(model).expanduser().resolve() == Path(out).expanduser().resolve():
-        raise ValueError(f"out is the model's own folder, {out}; choose another")
-    if Path(model).expanduser().resolve() in Path(out).expanduser().resolve().parents and Path(model).is_dir():
-        raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
+    check_apart(model, out)
     folder = model_folder(model)
     files = weight_files(folder)
     shards, left_over, why_not = None, [], None
@@ -126,6 +108,20 @@ def _in_folder(model: str | Path, tokenizer: Any, out: Any, dtype: Any, mask: st
     return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype)
 
 
+def companions_of(name: str, tokenizer: Any, files: WeightFiles | None = None) -> Companions | None:
+    """What lies beside the weights in a model's folder; of one in memory, in that which it came from by `name`. None: in none."""
+    if files is None:
+        folder = local_copy(name)
+        if folder is None:
+            return None
+        try:
+            files = weight_files(folder)
+        except (OSError, ValueError):
+            files = WeightFiles(folder, (), safetensors=True)
+    own_tokenizer = tokenizer is None or getattr(tokenizer, "name_or_path", None) in (name, str(files.folder))
+    return find_companions(files, EXPLAINED, own_tokenizer)
+
+
 def open_source(
     found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
     resume: bool, log: RunLog,
@@ -139,10 +135,10 @@ def open_source(
         return MemoryBlocks(found.model, plan.blocks, device, log)
     fingerprint = {
         **versions(),
-        "model files": found.shards.identity,  # their contents are compared as far as finished blocks were read from them
+        "model files": found.shards.headers,  # their contents are compared as far as finished blocks were read from them
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
-        "times of model files": found.shards.contents if settings["allocation"] == "owl" else {},
+        "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
         "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "device": device.type,  # which one of a kind makes no difference

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.llm.calibration.encodings import encoded_rows, token_rows
 from qprecon.llm.calibration.sampling import calibration_windows
-from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows, token_rows
+from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.linears import UNHELD, LinearView, find_linears
@@ -134,13 +135,16 @@ def calibration_samples(
 ) -> list[torch.Tensor]:
     """The calibration windows, each int64 (T,).
 
-    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each) are taken as they are, row by row;
-    a long 1-D tensor or text is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`.
+    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each) are taken as they are, row by row,
+    and so is what tokenizers return (`encodings`), without its padding; a long 1-D tensor or text is cut into windows of `seqlen`,
+    of which `nsamples` are drawn with `seed`.
 
     Raises ValueError for too little text (with the counts), tensors of more dimensions, windows longer than the model has
     positions, and token numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
     """
-    if isinstance(calibration, torch.Tensor) and calibration.ndim == 2:
+    if (rows := encoded_rows(calibration)) is not None:
+        windows, remedy = rows, CUT_THEM
+    elif isinstance(calibration, torch.Tensor) and calibration.ndim == 2:
         windows, remedy = token_rows(calibration, "calibration"), CUT_THEM
     elif isinstance(calibration, list | tuple) and calibration and all(isinstance(c, torch.Tensor) for c in calibration):
         windows = [row for i, item in enumerate(calibration) for row in token_rows(item, f"calibration sample {i}")]

@@ -29,8 +29,9 @@ class Shards:
     file_of: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
-    identity: dict[str, str] = field(default_factory=dict)  # file -> a hash of its header
-    contents: dict[str, str] = field(default_factory=dict)  # file -> when it was last written, and a hash of samples
+    headers: dict[str, str] = field(default_factory=dict)  # file -> a hash of its header
+    identity: dict[str, str] = field(default_factory=dict)  # file -> the same, and a hash of samples of its contents
+    modified: dict[str, int] = field(default_factory=dict)  # file -> when it was last written, in ns
 
     def by_file(self) -> dict[str, dict[str, str]]:
         """file -> name -> dtype."""
@@ -58,10 +59,10 @@ def open_shards(files: WeightFiles | Path) -> Shards:
     if not files.safetensors:
         raise NotStreamable("its weights are not stored as safetensors")
     shards = Shards(files.folder, {}, {}, {})
-    times = {name: (files.folder / name).stat().st_mtime_ns for name in files.names}  # before they are read
+    shards.modified.update({name: (files.folder / name).stat().st_mtime_ns for name in files.names})  # before they are read
     for file, header in read_headers(files).items():
-        shards.identity[file] = f"header {header.identity}"
-        shards.contents[file] = f"written at {times[file]} ns, sampled {header.sampled}"
+        shards.headers[file] = f"header {header.identity}"
+        shards.identity[file] = f"header {header.identity}, sampled {header.sampled}"
         for name, shape in header.shapes.items():
             if name in shards.file_of:
                 raise NotStreamable(f"{shards.file_of[name]} and {file} both hold {name}")
@@ -87,8 +88,6 @@ def skeleton(folder: Path, shards: Shards | None, dtype: str | torch.dtype | Non
         with init_empty_weights(include_buffers=False):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()  # moving a parameter to the meta device has made another of it
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
     return model.eval().requires_grad_(False)
 
 

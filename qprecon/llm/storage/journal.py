@@ -23,6 +23,7 @@ from qprecon.errors import BadFileError
 from qprecon.files import JSON, reading, writing
 
 PROGRESS = "qprecon_progress"
+STATE = "state"  # the entry of how far a recovery is
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
 
 
@@ -45,23 +46,26 @@ class Journal:
         """
         journal = Journal(folder)
         journal._claim()
-        if not resume or not journal._entries():
-            journal._clear()
-        known = journal.read(_FINGERPRINT)
-        if known is not None and (differing := _differences(known, fingerprint)):
-            journal.close()
-            raise ValueError(
-                f"an unfinished run in {folder} cannot be continued, it was started with other settings: {'; '.join(differing)}. "
-                "Repeat its settings, or start over with resume=False (--no-resume)"
-            )
-        journal.progress.mkdir(parents=True, exist_ok=True)
-        if known is None:
-            journal.write(_FINGERPRINT, dict(fingerprint))
+        try:
+            if not resume or not journal._entries():
+                journal._clear()
+            known = journal.read(_FINGERPRINT)
+            if known is not None and (differing := _differences(known, fingerprint)):
+                raise ValueError(
+                    f"an unfinished run in {folder} cannot be continued, it was started with other settings: "
+                    f"{'; '.join(differing)}. Repeat its settings, or start over with resume=False (--no-resume)"
+                )
+            journal.progress.mkdir(parents=True, exist_ok=True)
+            if known is None:
+                journal.write(_FINGERPRINT, dict(fingerprint))
+        except BaseException:
+            journal.leave()
+            raise
         return journal
 
     def _entries(self) -> list[Path]:
-        """The entries of finished blocks: what else is kept is quickly made again."""
-        return list(self.progress.glob("block-*.json"))
+        """The entries of finished blocks, and of a recovery's state: what else is kept is quickly made again."""
+        return [*self.progress.glob("block-*.json"), *self.progress.glob(f"{STATE}.json")]
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
@@ -83,6 +87,13 @@ class Journal:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def leave(self) -> None:
+        """Let other processes in. Where nothing is finished there is nothing to go on with, and the folder goes."""
+        nothing = not self._entries()
+        self.close()
+        if nothing:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _clear(self) -> None:
         """Forget what an earlier run left; the lock stays."""
@@ -115,9 +126,9 @@ class Journal:
         """Write a shard, the packed masks of its layers if there are any, and then its entry."""
         from safetensors.torch import save_file
 
-        self._write(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        self.write_file(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         if masks:
-            self._write(self._masks_of(key), lambda path: save_file(masks, path))
+            self.write_file(self._masks_of(key), lambda path: save_file(masks, path))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         known = {"file": file, "names": list(tensors), "bytes": size, "checksum": checksum(self.folder / file)}
         known["masks"] = checksum(self._masks_of(key)) if masks else None
@@ -133,14 +144,14 @@ class Journal:
     def _masks_of(self, key: str) -> Path:
         return self.progress / f"{key}-masks.safetensors"
 
-    def _write(self, path: Path, write: Callable[[Path], Any]) -> None:
+    def write_file(self, path: Path, write: Callable[[Path], Any]) -> None:
         """`write_atomically`; an error says what is kept, if anything is."""
         try:
             write_atomically(path, write)
         except OSError as error:
             if not self._entries():
                 raise
-            kept = f"Blocks finished before are kept in {self.folder}: make room and run the same again"
+            kept = f"What was finished before is kept in {self.folder}: make room and run the same again"
             raise OSError(f"{error}. {kept}") from error
 
     def read(self, name: str) -> dict[str, Any] | None:
@@ -154,7 +165,7 @@ class Journal:
     def write(self, name: str, data: Any) -> None:
         """Keep `data` with what is known of the run."""
         # JSON's Infinity and NaN are Python's own here: these files are read by nothing else.
-        self._write(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
+        self.write_file(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:

@@ -10,26 +10,27 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from qprecon.errors import BadFileError
 from qprecon.files import read_json, writing
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
-from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
+from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
+GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
-EXPLAINED = _ADDED | {REPORT_NAME}
+EXPLAINED = _ADDED | {REPORT_NAME, RECOVERY_NAME}
 # What a run may have written before reports listed their files.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _KNOWN = frozenset({
-    REPORT_NAME, "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    REPORT_NAME, "README.md", "config.json", GENERATION_NAME, "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model",
     "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt",
 })  # fmt: skip
@@ -53,7 +54,7 @@ def check_output(out: str | Path) -> Path:
         raise FileExistsError(f"output folder {out} is a mount point, which cannot be replaced: choose a folder in it")
     if not out.is_dir() or not any(out.iterdir()):
         return out
-    if not (out / REPORT_NAME).is_file():
+    if not _reports(out):
         raise FileExistsError(f"output folder {out} holds something else (no {REPORT_NAME}); choose another or empty it")
     if foreign := _foreign(out):
         names = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
@@ -64,11 +65,49 @@ def check_output(out: str | Path) -> Path:
     return out
 
 
-def check_writable(model: Any) -> None:
-    """ValueError, naming it, for something in the model's state that is no tensor, as torch's packed layers have it."""
+def check_apart(model: Any, out: str | Path) -> None:
+    """ValueError if `out` is the folder of a model that is read, or lies in it."""
+    if not isinstance(model, str | Path):
+        return
+    own = Path(model).expanduser().resolve()
+    if own == (out := Path(out).expanduser().resolve()):
+        raise ValueError(f"out is the model's own folder, {out}; choose another")
+    if own.is_dir() and own in out.parents:
+        raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
+
+
+def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None) -> None:
+    """ValueError, naming the part, for what could not be written after the work: all but the weights is written once, for nothing.
+
+    That is something in the model's state that is no tensor, as torch's packed layers have it, or a configuration or a tokenizer
+    that transformers refuses to save. `source`: the folder that the model is read from block by block.
+    """
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"out: {name} of the model is no tensor but {type(value).__name__}, which safetensors cannot hold")
+    parts: list[tuple[str, Callable[[Path], Any]]] = [("generation_config", lambda folder: _save_generation(model, folder, source))]
+    if tokenizer is not None:
+        parts.append(("tokenizer", tokenizer.save_pretrained))
+    parts.append(("config", model.config.save_pretrained))
+    if source is None:
+        parts.append(("model", lambda folder: model.save_pretrained(folder, state_dict={})))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, save in parts:
+            try:
+                save(Path(folder))
+            except OSError:
+                raise
+            except Exception as error:  # of transformers, of tokenizers, of the model's own class
+                why = " ".join(str(error).split())
+                raise ValueError(f"out: the {name} cannot be saved, neither now nor with pruned weights: {why}") from error
+
+
+def _save_generation(model: Any, folder: Path, source: Path | None) -> None:
+    """The generation settings: those of a folder as they are, as transformers reads some that it refuses to write."""
+    if source is not None and (source / GENERATION_NAME).is_file():
+        shutil.copyfile(source / GENERATION_NAME, folder / GENERATION_NAME)
+    elif getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def _followed(out: str | Path) -> Path:
@@ -80,7 +119,8 @@ def _followed(out: str | Path) -> Path:
 
 def _foreign(out: Path) -> list[str]:
     """What lies in an earlier run's folder, at any depth, and was not written there by a run, an evaluation or a report."""
-    listed = _listed(out / REPORT_NAME)
+    lists = [_listed(report) for report in _reports(out)]
+    listed = None if None in lists else frozenset().union(*lists)
     written = _ADDED | (_KNOWN if listed is None else listed)
     folders = {str(parent) for name in written for parent in Path(name).parents}
     foreign = []
@@ -95,6 +135,10 @@ def _foreign(out: Path) -> list[str]:
     return sorted(foreign)
 
 
+def _reports(out: Path) -> list[Path]:
+    return [out / name for name in (REPORT_NAME, RECOVERY_NAME) if (out / name).is_file()]
+
+
 def _listed(report: Path) -> frozenset[str] | None:
     """The files that a report says were written with it; None where it says nothing."""
     try:
@@ -104,15 +148,22 @@ def _listed(report: Path) -> frozenset[str] | None:
     return frozenset(map(str, files)) if isinstance(files, list) else None
 
 
+class Report(Protocol):
+    """What is written beside a model to explain it."""
+
+    def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
+        """Write it to `path`, with the names of the files written with it."""
+
+
 def save_model(
-    model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None,
-    companions: Companions | None = None,
+    model: Any, report: Report, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None,
+    companions: Companions | None = None, *, name: str = REPORT_NAME, card: str | None = None,
 ) -> Path:  # fmt: skip
     """Write model, tokenizer, generation config, what else goes with the model, report, model card and, if given, masks to `out`;
     the folder appears complete or not at all.
 
-    A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output`
-    does.
+    `name`: the report's; `card`: the text of the model card, by default that of a `PruneReport`. A folder that an earlier run
+    wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
     """
     out = check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +171,7 @@ def save_model(
     try:
         with writing(out):
             model.save_pretrained(partial)
-            _explain(partial, report, tokenizer, masks, companions)
+            _explain(partial, report, tokenizer, masks, companions, name, card)
             partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
             _put(partial, out)
     except BaseException:
@@ -136,10 +187,13 @@ def partial_folder(out: str | Path) -> Path:
 
 
 def complete_folder(
-    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None,
-    masks: Iterable[Packed] | None = None, companions: Companions | None = None,
+    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, source: Path, report: PruneReport, out: str | Path,
+    tokenizer: Any = None, masks: Iterable[Packed] | None = None, companions: Companions | None = None,
 ) -> Path:  # fmt: skip
-    """Add to the written shards what makes a model of them, and give the folder its name; `shards` as the journal has them."""
+    """Add to the written shards what makes a model of them, and give the folder its name.
+
+    `shards` as the journal has them; `source`: the folder that the model was read from.
+    """
     out = check_output(out)
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
         leftover.unlink()
@@ -147,8 +201,7 @@ def complete_folder(
         with writing(out):
             _index(partial, shards)
             model.config.save_pretrained(partial)
-            if getattr(model, "generation_config", None) is not None:
-                model.generation_config.save_pretrained(partial)
+            _save_generation(model, partial, source)
             _explain(partial, report, tokenizer, masks, companions)
             if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
                 os.sync()
@@ -167,18 +220,19 @@ def _index(folder: Path, shards: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _explain(
-    folder: Path, report: PruneReport, tokenizer: Any, masks: Iterable[Packed] | None, companions: Companions | None
-) -> None:
+    folder: Path, report: Any, tokenizer: Any, masks: Iterable[Packed] | None, companions: Companions | None,
+    name: str = REPORT_NAME, card: str | None = None,
+) -> None:  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if companions is not None:
         companions.copy_to(folder)
     if masks is not None:
         write_masks(folder, masks)
-    (folder / "README.md").write_text(model_card(report), encoding="utf-8")
+    (folder / "README.md").write_text(card or model_card(report), encoding="utf-8")
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}
-    report.save(folder / REPORT_NAME, files={*files, REPORT_NAME})
+    report.save(folder / name, files={*files, name})
 
 
 def _put(partial: Path, out: Path) -> None:
@@ -191,6 +245,12 @@ def _put(partial: Path, out: Path) -> None:
         os.replace(partial, out)
 
 
+def card_front(base: Any) -> str:
+    """How a model card begins; `base`: where the dense model came from, named if that is a hub name with an owner."""
+    front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
+    return f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
+
+
 def model_card(report: PruneReport) -> str:
     """A short README.md for the output folder."""
     settings = report.settings
@@ -201,9 +261,8 @@ def model_card(report: PruneReport) -> str:
     shared = " on average, shared out between blocks by OWL" if settings.get("allocation") == "owl" else ""
     base = settings.get("model")
     dense = "".join(f"{share:.1%} of the model left dense: {what}.\n" for what, share in report.much_left_dense)
-    front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
     return (
-        f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
+        f"{card_front(base)}"
         f"# Pruned {base or 'model'}\n\n"
         f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
         f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -69,7 +68,8 @@ class DiskBlocks:
         tensor, where one differs.
         """
         known = self.journal.read(_TIMES) or {}
-        others = {file for file, contents in self.shards.contents.items() if known.get(file) != contents}
+        now = {file: [self.shards.modified[file], identity] for file, identity in self.shards.identity.items()}
+        others = {file for file in now if known.get(file) != now[file]}
         if not others:
             return
         entries = self.entries()
@@ -82,7 +82,7 @@ class DiskBlocks:
                 f"{changed} is not known to be what it was. Start over with resume=False (--no-resume)"
             )
         self.compared = any(entries)
-        self.journal.write(_TIMES, self.shards.contents)
+        self.journal.write(_TIMES, now)
 
     def _changed(self, entry: dict, files: set[str]) -> Iterator[str]:
         known = entry.get("source", {})
@@ -166,13 +166,10 @@ class DiskBlocks:
                     self._copy(index)
 
     def stop(self) -> None:
-        """End the threads; blocks that are finished are still written. Where none is, there is nothing to go on with."""
+        """End the threads; blocks that are finished are still written."""
         self.reader.shutdown(cancel_futures=True)
         self.writer.shutdown()
-        nothing = not any(self.journal.read(f"{_key(index)}.json") for index in range(len(self.blocks)))
-        self.journal.close()
-        if nothing:
-            shutil.rmtree(self.journal.folder, ignore_errors=True)
+        self.journal.leave()
 
     def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
         """Zeros and number of all parameters, tied ones once."""

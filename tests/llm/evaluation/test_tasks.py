@@ -12,7 +12,7 @@ from qprecon import cli
 from qprecon.llm.evaluation import assessment, tasks
 from qprecon.llm.evaluation.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_task
-from qprecon.llm.evaluation.scores import PAPER_TASKS, TaskScore, TaskScores
+from qprecon.llm.evaluation.scores import PAPER_TASKS, TaskScore, TaskScores, task_score
 from qprecon.llm.evaluation.tasks import _from_hub, _names, _remembering, evaluate_tasks
 from tests.llm.evaluation.toy_tasks import ROWS, write_tasks
 from tests.llm.toy_text import toy_llama, toy_tokenizer
@@ -337,6 +337,47 @@ def test_the_command_measures_and_keeps_results_beside_the_model(data, model, tm
     assert result["tasks"]["scores"][0]["items"] == 1
 
 
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+fewshot_split: test
+num_fewshot: 2
+output_type: multiple_choice
+doc_to_text: "{{{{goal}}}}"
+doc_to_choice: "{{{{[sol1, sol2]}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+GROUP = "group: {name}\ntask: [{tasks}]\naggregate_metric_list: [{{metric: acc, weight_by_size: true}}]\n"
+
+
+def test_groups_have_the_scores_that_simple_evaluate_gives(model, tmp_path, monkeypatch):
+    """That is lm-eval's usual way in; here its parts are called, and without examples whatever a task asks for."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    rows = [json.dumps(row) for row in ROWS["piqa"]]
+    for name, own in (("one", rows), ("two", rows[:1]), ("three", rows[1:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(own))
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, file=tmp_path / f"{name}.jsonl"))
+    (tmp_path / "inner.yaml").write_text(GROUP.format(name="inner", tasks="two, three"))
+    (tmp_path / "outer.yaml").write_text(GROUP.format(name="outer", tasks="one, inner"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    manager = tasks_of_lm_eval(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr(tasks, "_task_manager", lambda hub: manager)
+    found = tasks._run(model, toy_tokenizer(), ["outer"], None, 2, False)
+    expected = simple_evaluate(
+        HFLM(pretrained=model, tokenizer=toy_tokenizer()), tasks=["outer"], num_fewshot=0, bootstrap_iters=0, log_samples=False,
+        task_manager=manager,
+    )
+    for part in ("results", "n-samples", "group_subtasks", "n-shot"):
+        assert found[part] == expected[part], part
+    assert set(found["n-shot"].values()) == {0}
+    assert task_score("outer", found).items == 2 * len(rows)
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_git_has_nothing_to_say_outside_a_checkout(data, model, tmp_path, monkeypatch, capfd):
     from lm_eval import evaluator
@@ -344,12 +385,10 @@ def test_git_has_nothing_to_say_outside_a_checkout(data, model, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.setenv("LC_ALL", "C")
-    original = evaluator.get_git_commit_hash
-    original()
+    evaluator.get_git_commit_hash()
     assert "not a git repository" in capfd.readouterr().err  # of a child process: what this test would see
     evaluate_tasks(model, "piqa", data_dir=data, tokenizer=toy_tokenizer(), limit=1)
     assert "git" not in capfd.readouterr().err
-    assert evaluator.get_git_commit_hash is original
 
 
 def test_results_under_other_conditions_stay(tmp_path):

@@ -10,7 +10,8 @@ from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.allocation import Owl, outlier_share, owl_densities, owl_plan
 from qprecon.llm.pruning.plan import plan_layers
 from qprecon.llm.reporting.log import RunLog
-from qprecon.llm.storage.sources import DiskBlocks, MemoryBlocks
+from qprecon.llm.storage.in_memory import MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
 from tests.fixtures.golden import archive
 from tests.llm.families import build, tokens
 

@@ -156,6 +156,40 @@ def test_where_nothing_can_be_written_is_refused_first(tmp_path, monkeypatch):
         output.check_output(tmp_path / "out")
 
 
+SAMPLED = {"do_sample": False, "temperature": 0.9}  # as some models have it; transformers refuses to write it
+
+
+def test_what_cannot_be_saved_is_refused_before_the_work(tmp_path, monkeypatch):
+    model, tokenizer = build("llama"), toy_tokenizer()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.generation_config.do_sample, model.generation_config.temperature = SAMPLED.values()
+    with pytest.raises(ValueError, match="out: the generation_config cannot be saved.*temperature"):
+        prune(model, tmp_path / "out")
+    model.generation_config.temperature = 1.0
+
+    def refuse(*_, **__):
+        raise ValueError("not so")
+
+    for where, part in ((tokenizer, "tokenizer"), (model.config, "config"), (model, "model")):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"out: the {part} cannot be saved.*not so"):
+            patch.setattr(where, "save_pretrained", refuse)
+            prune(model, tmp_path / "out", tokenizer=tokenizer)
+    assert not list(tmp_path.iterdir()) and all(torch.equal(before[name], w) for name, w in model.state_dict().items())
+    prune(model, tmp_path / "out", tokenizer=tokenizer)
+
+
+def test_generation_settings_of_a_folder_stay_as_they_are(tmp_path):
+    """transformers reads such settings with a warning, so that a folder with them can be pruned."""
+    build("llama").save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense" / "generation_config.json").write_text(json.dumps(SAMPLED))
+    prune(tmp_path / "dense", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == SAMPLED
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    (tmp_path / "dense" / "generation_config.json").unlink()
+    prune(tmp_path / "dense", tmp_path / "out")
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+
+
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     def full_disk(report):
         raise OSError("no space left on device")
