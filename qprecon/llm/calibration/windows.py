@@ -66,7 +66,7 @@ def cut_windows(
     check_cut(seqlen, bos)
     if is_text(source) and tokenizer is None:
         raise ValueError("text needs the model's tokenizer, and there is none: give tokenizer=..., or token ids instead of text")
-    documents = _documents(source)
+    documents = documents_of(source)
     from_text = bool(documents) and isinstance(documents[0], str)
     policy = resolve_bos(bos, tokenizer) if from_text or bos != "auto" else "none"
     if from_text:
@@ -127,7 +127,7 @@ def is_text(source: Any) -> bool:
     return listed or isinstance(source, str | Path)
 
 
-def _documents(source: Any) -> list:
+def documents_of(source: Any) -> list:
     """A flat list of documents, all strings or all 1-D int64 tensors."""
     if isinstance(source, Path) or (isinstance(source, str) and is_source_name(source)):
         return load_texts(source)
