@@ -45,9 +45,11 @@ def test_any_shares_give_all_windows():
 
 
 @pytest.mark.parametrize(("sources", "said"), [
-    ([("a.txt", 0.7), ("b.txt", 0.7)], r"add up to 1\.4, not to 1"), ([("a.txt", 0.4), ("b.txt", 0.5)], r"add up to 0\.9, not to 1"),
+    ([("a.txt", 0.7), ("b.txt", 0.7)], r"add up to 1\.4, not to 1"),
+    ([("a.txt", 0.4), ("b.txt", 0.5)], r"add up to 0\.9, not to 1"),
     ([("a.txt", 1.0), ("b.txt", None)], r"add up to 1, which leaves nothing for b\.txt"),
-    ([("a.txt", 0.0), ("b.txt", 1.0)], r"share of a\.txt must be above 0 .*got 0"), ([("a.txt", 30), ("b.txt", 70)], "at most 1, got 30"),
+    ([("a.txt", 0.0), ("b.txt", 1.0)], r"share of a\.txt must be above 0 .*got 0"),
+    ([("a.txt", 30), ("b.txt", 70)], "at most 1, got 30"),
     ([("a.txt", -0.5), ("b.txt", 0.5)], r"a\.txt .*got -0\.5"), ([("a.txt", float("nan")), ("b.txt", 0.5)], "got nan"),
     ([("a.txt", 0.5), ("a.txt", 0.5)], r"a\.txt is there twice"), ([], "at least one source"),
     ([("a.txt", "half"), ("b.txt", 0.5)], "got 'half'"), ([("a.txt", True)], "got True"),
@@ -64,10 +66,14 @@ def test_a_source_that_would_get_no_window_is_named():
 
 def test_what_is_a_mixture_and_what_is_not():
     ids = torch.arange(12).reshape(2, 6)
-    for given in ([("a.txt", 0.7), ("b.txt", 0.3)], (["a.txt", 0.7], ["b.txt", None]), [(ids, 0.5), ("a.txt", 0.5)], [(["a b", "c"], 1)]):
+    for given in (
+        [("a.txt", 0.7), ("b.txt", 0.3)], (["a.txt", 0.7], ["b.txt", None]), [(ids, 0.5), ("a.txt", 0.5)], [(["a b", "c"], 1)],
+    ):  # fmt: skip
         assert as_mixture(given).sources == tuple(map(tuple, given))
-    for other in ("a.txt", ["a.txt", "b.txt"], [[1, 2], [3, 4]], (ids, torch.ones_like(ids)), [(ids, torch.ones_like(ids))], ids, [],
-                  [(ids, None)], {"input_ids": ids}, [("a.txt", 0.7), "b.txt"], 3):  # fmt: skip
+    for other in (
+        "a.txt", ["a.txt", "b.txt"], [[1, 2], [3, 4]], (ids, torch.ones_like(ids)), [(ids, torch.ones_like(ids))], ids, [],
+        [(ids, None)], {"input_ids": ids}, [("a.txt", 0.7), "b.txt"], 3,
+    ):  # fmt: skip
         assert as_mixture(other) is None
 
 
@@ -110,8 +116,9 @@ def test_every_source_is_found_before_one_is_tokenised(tmp_path):
             pytest.fail("a text was tokenised")
 
     (tmp_path / "a.txt").write_text(words(100))
+    mixture = Mixture(((tmp_path / "a.txt", 0.5), (tmp_path / "b.txt", 0.5)))
     with pytest.raises(FileNotFoundError, match=r"no such text file.*b\.txt"):
-        mixture_windows(Mixture(((tmp_path / "a.txt", 0.5), (tmp_path / "b.txt", 0.5))), tokenizer=Never(), nsamples=4, seqlen=8, seed=0)
+        mixture_windows(mixture, tokenizer=Never(), nsamples=4, seqlen=8, seed=0)
 
 
 # On the command line and in recipes
@@ -119,12 +126,14 @@ def test_every_source_is_found_before_one_is_tokenised(tmp_path):
 
 @pytest.mark.parametrize(("given", "sources"), [
     (["a.txt", "b.jsonl.gz:0.3"], [("a.txt", None), ("b.jsonl.gz", 0.3)]), (["a.txt:70%", "c4:30%"], [("a.txt", 0.7), ("c4", 0.3)]),
-    (["a:b.txt:0.5", "c:d"], [("a:b.txt", 0.5), ("c:d", None)]), (["C:\\texts\\a.txt", "b.txt:1e-1"], [("C:\\texts\\a.txt", None), ("b.txt", 0.1)]),
+    (["a:b.txt:0.5", "c:d"], [("a:b.txt", 0.5), ("c:d", None)]),
+    (["C:\\texts\\a.txt", "b.txt:1e-1"], [("C:\\texts\\a.txt", None), ("b.txt", 0.1)]),
     (["a.txt:1"], [("a.txt", 1.0)]),
 ])  # fmt: skip
 def test_names_with_shares(given, sources):
     found = named_calibration(given)
-    assert [(str(name), share) for name, share in found.sources] == [(name, pytest.approx(share) if share else None) for name, share in sources]
+    assert [str(name) for name, _ in found.sources] == [name for name, _ in sources]
+    assert [share for _, share in found.sources] == [share and pytest.approx(share) for _, share in sources]
 
 
 def test_a_file_of_that_very_name_is_meant_first(tmp_path, monkeypatch):
@@ -150,7 +159,8 @@ OPTIONS = ["--nsamples", "10", "--seqlen", "16", "--update", "none"]
 
 
 def test_prune_with_a_mixture(folder, capsys):
-    line = ["prune", str(folder / "model"), str(folder / "out"), "--calib", str(folder / "a.txt"), "--calib", f"{folder / 'b.jsonl.gz'}:0.3"]
+    line = ["prune", str(folder / "model"), str(folder / "out"), "--calib", str(folder / "a.txt")]
+    line += ["--calib", f"{folder / 'b.jsonl.gz'}:0.3"]
     assert main([*line, *OPTIONS]) == 0
     settings = PruneReport.load(folder / "out").settings
     assert settings["calibration_sources"] == [
@@ -176,8 +186,9 @@ def test_prune_with_a_mixture(folder, capsys):
 
 
 @pytest.mark.parametrize(("calib", "said"), [
-    (["a.txt:0.9", "b.jsonl.gz:0.3"], "shares add up to 1.2, not to 1"), (["a.txt", "nowhere.txt:0.3"], "no such text file: nowhere.txt"),
-    (["a.txt:0.5"], "shares add up to 0.5"), (["a.txt", "a.txt:0.5"], "a.txt is there twice"), (["a.txt:0.99", "b.jsonl.gz:0.01"], "which is none"),
+    (["a.txt:0.9", "b.jsonl.gz:0.3"], "shares add up to 1.2, not to 1"),
+    (["a.txt", "nowhere.txt:0.3"], "no such text file: nowhere.txt"), (["a.txt:0.5"], "shares add up to 0.5"),
+    (["a.txt", "a.txt:0.5"], "a.txt is there twice"), (["a.txt:0.99", "b.jsonl.gz:0.01"], "which is none"),
     (["a.txt", "b.jsonl.gz:0"], "share of b.jsonl.gz must be above 0"),
 ])  # fmt: skip
 def test_what_the_command_says_of_bad_mixtures(calib, said, folder, capsys, monkeypatch):
