@@ -49,7 +49,9 @@ def odd_text():
     """Everything that a tokenizer may stumble over, for long enough to be cut dozens of times."""
     chance = random.Random(0)
     builtin = "\n\n".join(load_texts("builtin"))
-    parts = ["   \n\n\n", "\t", "é" * 3, "日本語のテキスト", "😀👩‍👩‍👧", "naïve café", "1234567890", "<s>", "a" * 40, "\r\n", "...", "—", "don't"]
+    parts = [
+        "   \n\n\n", "\t", "é" * 3, "日本語のテキスト", "😀👩‍👩‍👧", "naïve café", "1234567890", "<s>", "a" * 40, "\r\n", "...", "—", "don't",
+    ]  # fmt: skip
     pieces = []
     for at in range(0, 120_000, 300):
         pieces += [builtin[at : at + 300], chance.choice(parts)]
