@@ -143,9 +143,9 @@ def refusal_is_right(truth: Truth) -> bool:
 
 
 def semidefinite(truth: Truth) -> bool:
-    """Whether H + λI has no negative eigenvalue beyond the rounding of float64."""
+    """Whether H + λI has no negative eigenvalue beyond float64 rounding: docs, 16 n γ, and nγ for the factorisation itself."""
     n = len(truth.damped_NN)
-    return truth.scaled_smallest() >= -16.0 * n * (n + 10) * UNIT
+    return truth.scaled_smallest() >= -17.0 * n * 1.05 * (n + 12) * UNIT
 
 
 def _judge_exception(case: Case, error: Exception, outcome: Outcome) -> None:
