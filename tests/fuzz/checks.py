@@ -155,7 +155,7 @@ def _judge_exception(case: Case, error: Exception, outcome: Outcome) -> None:
         outcome.refused = 1
         if not refusal_is_right(truth):
             outcome.add("refused", -1, f"scaled smallest eigenvalue {truth.scaled_smallest():.2e}: {text}")
-    elif isinstance(error, ValueError) and "too small" in text:
+    elif isinstance(error, ValueError) and ("too small" in text or "too large" in text):
         outcome.refused = 1
     else:
         outcome.add("crash", -1, f"{type(error).__name__}: {text[:200]}")
