@@ -50,7 +50,8 @@ def odd_text():
     chance = random.Random(0)
     builtin = "\n\n".join(load_texts("builtin"))
     parts = [
-        "   \n\n\n", "\t", "é" * 3, "日本語のテキスト", "😀👩‍👩‍👧", "naïve café", "1234567890", "<s>", "a" * 40, "\r\n", "...", "—", "don't",
+        "   \n\n\n", "\t", "é" * 3, "日本語のテキスト", "😀👩‍👩‍👧", "naïve café", "1234567890", "<s>", "a" * 40, "\r\n",
+        "...", "—", "don't",
     ]  # fmt: skip
     pieces = []
     for at in range(0, 120_000, 300):
