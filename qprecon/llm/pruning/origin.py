@@ -136,9 +136,11 @@ def open_source(
     """
     if found.shards is None:
         return MemoryBlocks(found.model, plan.blocks, device, log)
+    # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
+    of_all = settings["allocation"] != "uniform" or settings.get("token_weights")
     fingerprint = {
         **versions(),
-        "model files": found.shards.headers,  # their contents are compared as far as finished blocks were read from them
+        "model files": found.shards.identity if of_all else found.shards.headers,
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
         "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
