@@ -16,8 +16,8 @@ from torch import nn
 
 from qprecon.llm.calibration.memory import stored
 from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
+from qprecon.llm.model.experts import Routing
 from qprecon.llm.model.linears import LinearView
-from qprecon.llm.model.routing import Routing
 from qprecon.llm.statistics.gram import Gram
 from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs, silenced
 
