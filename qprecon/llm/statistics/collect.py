@@ -67,6 +67,11 @@ class BlockGrams:
         """Rows of what was held out of the drift, see `Gram`."""
         return self.by_name[view.name].held if view.name in self.by_name else []
 
+    def forget_targets(self, view: LinearView) -> None:
+        """Free what only the target needs: a drift is as large as H."""
+        if (gram := self.by_name.get(view.name)) is not None:
+            gram.drift_NN, gram.residual_NK, gram.held = None, None, []
+
     def tokens(self, view: LinearView) -> int:
         return self.by_name[view.name].tokens if view.name in self.by_name else 0
 
