@@ -3,10 +3,14 @@
     python benchmarks/solver.py                      (one GPU, about two minutes)
     python benchmarks/solver.py --npz LAYER.npz ...  (real layers too, of make_fixtures.py --whole)
     python benchmarks/solver.py --device cpu --small (a check that the script runs)
+    python benchmarks/solver.py --device cpu --arrays numpy --repeated  (five solves with one H, without a GPU)
 
 Times are medians of warm runs, certification included, device synchronised. Methods that would take minutes are timed on some
 columns and extrapolated to all of them (``columns_timed``). Gaps are the largest of all columns timed, relative to the optimum:
 certified by the audit, except for SparseGPT and Thanos, whose gap is that to the certified lower bound for their own mask.
+
+Besides: five solves with one H and five masks, once with one ``qprecon.prepare`` and once by five calls of ``qprecon.solve``. The
+weights are the same bits; ``solves`` says how many there were, ``seconds`` are those of all of them, the preparation included.
 """
 
 from __future__ import annotations
@@ -29,13 +33,15 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
 
 import qprecon
-from benchmarks.inputs.problems import LARGE, Real, Synthetic, extreme_eigenvalues
+from benchmarks.inputs.problems import LARGE, REPEATED, Real, Synthetic, extreme_eigenvalues, wanda_mask
 from qprecon.llm.masks import SELECTORS, LayerData
 from qprecon.llm.masks.patterns import Pattern
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "solver_h100.json"
 DAMPING, TOL = 0.01, 1e-4
 SMALL = (Synthetic("256x128 easy 50%", 256, 128, 1.0, 0.5), Synthetic("256x160 easy 50%", 256, 160, 1.0, 0.5))
+SMALL_REPEATED = (Synthetic("256x32 easy 50%", 256, 32, 1.0, 0.5),)
+SPARSITIES = (0.4, 0.45, 0.5, 0.55, 0.6)  # of the masks that are solved with one H
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +53,11 @@ class Layer:
     w_NK: torch.Tensor
     mask_NK: torch.Tensor
     about: dict[str, Any]
+    arrays: str = "torch"
+
+    def given(self, x: torch.Tensor) -> Any:
+        """An array of the kind that is measured."""
+        return x.numpy() if self.arrays == "numpy" else x
 
     def solve(self, columns: int | None = None, **options: Any) -> qprecon.Solution:
         """The first ``columns`` columns (all of them by default) at the benchmark's damping and tolerance."""
@@ -148,7 +159,35 @@ def own_update(selector: str) -> Callable[[Layer, float], Measured]:
     return measure
 
 
+def five_solves(layer: Layer, prepare_once: bool) -> list[qprecon.Solution]:
+    """One layer under five masks, H prepared once or by each call anew."""
+    masks = [wanda_mask(layer.h_NN, layer.w_NK, sparsity) for sparsity in SPARSITIES]
+    h_NN, w_NK = (layer.given(x) for x in (layer.h_NN, layer.w_NK))
+    if prepare_once:
+        prepared = qprecon.prepare(h_NN, damping=DAMPING)
+        return [prepared.solve(w_NK, layer.given(mask_NK), tol=TOL) for mask_NK in masks]
+    return [qprecon.solve(h_NN, w_NK, layer.given(mask_NK), damping=DAMPING, tol=TOL) for mask_NK in masks]
+
+
+def repeated(prepare_once: bool) -> Callable[[Layer, float], Measured]:
+    """Seconds of all five solves; gaps and certified columns of all of them together."""
+
+    def measure(layer: Layer, budget: float) -> Measured:
+        seconds, solutions, runs = timed(lambda: five_solves(layer, prepare_once), budget)
+        gaps = [gap for solution in solutions for gap in solution.relative_gap.tolist()]
+        more = {"runs": runs, "solves": len(solutions), "arrays": layer.arrays, **certified(solutions[0])}
+        more |= {"median_gap": statistics.median(gaps), "certified_fraction": sum(gap <= TOL for gap in gaps) / len(gaps)}
+        return Measured(seconds, max(gaps), more)
+
+    return measure
+
+
 OURS, MPAX_PAPER = "qprecon pcg", "rAPDHG, paper's calling form"
+PREPARED = "five solves, one prepared H"
+REPEATED_METHODS: dict[str, Callable[[Layer, float], Measured]] = {
+    PREPARED: repeated(prepare_once=True),
+    "five solves, five calls": repeated(prepare_once=False),
+}
 METHODS: dict[str, Callable[[Layer, float], Measured]] = {
     OURS: whole("auto"),
     "SparseGPT's update": own_update("sparsegpt"),
@@ -184,7 +223,7 @@ def scaled_from(rows: list[dict[str, Any]], method: str, layer: Layer) -> dict[s
     return None
 
 
-def load(spec: Synthetic | Real, device: str) -> Layer:
+def load(spec: Synthetic | Real, device: str, arrays: str = "torch") -> Layer:
     """Make a layer and find its condition number."""
     h_NN, w_NK, mask_NK = spec.make(device)
     low, high = extreme_eigenvalues(h_NN, DAMPING)
@@ -192,7 +231,7 @@ def load(spec: Synthetic | Real, device: str) -> Layer:
     synthetic = isinstance(spec, Synthetic)
     # What a column's difficulty depends on.
     about["h"] = [spec.n_inputs, spec.power, spec.outliers, spec.seed, spec.sparsity] if synthetic else [spec.name]
-    return Layer(spec, h_NN, w_NK, mask_NK, about)
+    return Layer(spec, h_NN, w_NK, mask_NK, about, arrays)
 
 
 def run_method(method: str, layer: Layer, rows: list[dict[str, Any]], budget: float) -> dict[str, Any]:
@@ -203,7 +242,7 @@ def run_method(method: str, layer: Layer, rows: list[dict[str, Any]], budget: fl
     if reason := why_not(method, layer):
         return {**row, "note": reason}
     try:
-        measured = METHODS[method](layer, budget)
+        measured = (METHODS | REPEATED_METHODS)[method](layer, budget)
     except Exception as error:  # an out-of-memory error or a broken package must not cost the other rows
         return {**row, "note": f"failed: {type(error).__name__}: {str(error)[:300]}"}
     finally:
@@ -233,6 +272,17 @@ def show(row: dict[str, Any], fastest: float | None) -> None:
     print(f"  {row['method']:30} {row['seconds']:9.4g} s {times}  gap {row['relative_gap']:.2e}{share}{timed_on}", flush=True)
 
 
+def jobs(args: argparse.Namespace) -> list[tuple[Synthetic | Real, list[str]]]:
+    """Layers with the methods to run on each, the slow methods last."""
+    named = lambda specs: [spec for spec in specs if any(part in spec.name for part in args.problem or [""])]  # noqa: E731
+    chosen = lambda methods: [method for method in methods if method in (args.method or methods)]  # noqa: E731
+    whole_layers = [] if args.repeated else named((*(SMALL if args.small else LARGE), *map(Real, args.npz)))
+    found = [(spec, chosen([m for m in METHODS if m not in PER_COLUMN])) for spec in whole_layers]
+    found += [(spec, chosen(REPEATED_METHODS)) for spec in named(SMALL_REPEATED if args.small else REPEATED)]
+    found += [(spec, chosen(PER_COLUMN)) for spec in whole_layers]
+    return [(spec, methods) for spec, methods in found if methods]
+
+
 def main() -> None:
     """Run what was asked for; the file is written after every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -240,28 +290,29 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny layers, to check that everything runs")
     parser.add_argument("--npz", type=pathlib.Path, nargs="+", default=[], help="real layers, with H (N, N) and W (N, K)")
     parser.add_argument("--problem", action="append", help="part of a problem's name; repeat for several")
-    parser.add_argument("--method", action="append", choices=list(METHODS), help="repeat for several; all by default")
+    parser.add_argument("--method", action="append", choices=[*METHODS, *REPEATED_METHODS], help="repeat for several; default: all")
+    parser.add_argument("--repeated", action="store_true", help="only the rows about several solves with one H")
+    parser.add_argument("--arrays", default="torch", choices=("torch", "numpy"), help="what several solves with one H are given")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds after which a method's runs are not repeated")
     parser.add_argument("--limit", type=float, default=140.0, help="seconds after which the slow methods are left out")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     args = parser.parse_args()
+    if args.arrays == "numpy" and args.device != "cpu":
+        parser.error("--arrays numpy goes with --device cpu")
     began, about = time.perf_counter(), environment(args.device)
     rows: list[dict[str, Any]] = []
-    wanted = args.method or list(METHODS)
-    known = (*(SMALL if args.small else LARGE), *map(Real, args.npz))
-    specs = [spec for spec in known if any(part in spec.name for part in args.problem or [""])]
-    for methods in ([m for m in wanted if m not in PER_COLUMN], [m for m in wanted if m in PER_COLUMN]):  # the slow ones last
-        for spec in specs if methods else ():
-            layer = load(spec, args.device)
-            print(f"{spec.name}: kappa {layer.about['kappa']:.2g}, {time.perf_counter() - began:.0f} s so far", flush=True)
-            for method in methods:
-                late = time.perf_counter() - began > args.limit and method != OURS
-                skipped = {**layer.about, "method": method, "seconds": None, "relative_gap": None, "note": "left out: time limit"}
-                rows.append({**(skipped if late else run_method(method, layer, rows, args.budget)), **about})
-                show(rows[-1], next((r["seconds"] for r in rows if r["problem"] == spec.name and r["method"] == OURS), None))
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(rows, indent=1) + "\n")
-            del layer
+    for spec, methods in jobs(args):
+        layer = load(spec, args.device, args.arrays)
+        print(f"{spec.name}: kappa {layer.about['kappa']:.2g}, {time.perf_counter() - began:.0f} s so far", flush=True)
+        for method in methods:
+            late = time.perf_counter() - began > args.limit and method != OURS
+            skipped = {**layer.about, "method": method, "seconds": None, "relative_gap": None, "note": "left out: time limit"}
+            rows.append({**(skipped if late else run_method(method, layer, rows, args.budget)), **about})
+            ours = (OURS, PREPARED)
+            show(rows[-1], next((r["seconds"] for r in rows if r["problem"] == spec.name and r["method"] in ours), None))
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        del layer
     print(f"{time.perf_counter() - began:.0f} s; wrote {args.out.name}, {len(rows)} rows")
 
 

@@ -18,16 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from .hessian import Hessian
+from .hessian import ENTRY, Hessian
 from .interop import Array, cast, dtype_name, kind_of, namespace
-from .linalg import add_to_diagonal, cholesky
-from .normalise import power_of_two
+from .linalg import add_to_diagonal, cholesky, power_of_two
 
 UNIT = 2.0**-53  # unit roundoff of float64
-ENTRY = 32.0
-"""An H summed in float32 is off by at most ``ENTRY`` · 2⁻²⁴ · √(H_ii H_jj) in entry (i, j), one in float64 by 2⁻⁵³ of the same. Up
-to 35 was measured, for 262 144 tokens; mostly 3 to 10 (tests/contract/test_certificate.py)."""
-
 _STEPS = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 0.0)  # trial shifts in units of the diagonal; 0 stands for the least that proves anything
 
 

@@ -66,9 +66,27 @@ def place_of(x: Any) -> Place:
     return Place("numpy")
 
 
-def to_core(x: Any, place: Place) -> Array:
-    """Bring an array of any kind to the core's library and device for ``place``, without changing its dtype."""
+def is_sparse(x: Any) -> bool:
+    """Whether it is a sparse array of scipy or torch."""
+    sparse = sys.modules.get("scipy.sparse")
+    return str(x.layout) != "torch.strided" if kind_of(x) == "torch" else sparse is not None and sparse.issparse(x)
+
+
+def densified(x: Any) -> Any:
+    """A sparse array as a dense one, anything else as it is."""
+    return x if not is_sparse(x) else x.to_dense() if kind_of(x) == "torch" else x.toarray()
+
+
+def to_core(x: Any, place: Place, name: str) -> Array:
+    """Bring an argument, an array of any kind, to the core's library and device for ``place``, without changing its dtype.
+
+    Raises:
+        ValueError: it is sparse; the message names it.
+    """
     kind = kind_of(x)
+    if is_sparse(x):
+        method = "to_dense" if kind == "torch" else "toarray"
+        raise ValueError(f"{name} is sparse, and the arithmetic here is dense: give {name}.{method}()")
     if place.library == "numpy":
         if kind == "torch":
             x = x.detach().cpu()

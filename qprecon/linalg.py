@@ -92,6 +92,22 @@ def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
     return out
 
 
+def subtract_outer(a_MK: Array, x_M: Array, y_K: Array) -> None:
+    """``a -= x yᵀ``, in place."""
+    if kind_of(a_MK) == "torch":
+        a_MK.addr_(x_M, y_K, alpha=-1)
+    else:
+        a_MK -= x_M[:, None] * y_K
+
+
+def subtract_product(a_MK: Array, b_MN: Array, c_NK: Array) -> None:
+    """``a -= b c``, in place."""
+    if kind_of(a_MK) == "torch":
+        a_MK.addmm_(b_MN, c_NK, alpha=-1)
+    else:
+        a_MK -= b_MN @ c_NK
+
+
 def identity(n: int, near: Array) -> Array:
     """The (n, n) identity, of the kind, dtype and device of ``near``."""
     xp = namespace(near)
@@ -111,6 +127,13 @@ def bfloat16_parts(x: Array, count: int) -> Iterator[Array]:
         yield part
         if left:
             x = x - part
+
+
+def power_of_two(x: np.ndarray) -> np.ndarray:
+    """The power of two nearest to each positive entry (in the logarithm); 1 for zero, negative or non-finite ones."""
+    x = np.asarray(x, dtype=np.float64)
+    usable = np.isfinite(x) & (x > 0)
+    return np.where(usable, np.exp2(np.round(np.log2(np.where(usable, x, 1.0)))), 1.0)
 
 
 def frobenius_norm(a_NN: Array) -> float:

@@ -3,60 +3,66 @@
     prepared = qprecon.prepare(H, damping=0.01)
     solution = prepared.solve(W, mask)
     audit = prepared.audit(W, mask, some_weights)
-
-What depends on H alone is made when first wanted and then kept: the certificate's float64 factor (8N² bytes), each backend's
-set-up by backend, options and dtype (pcg: about 6N² bytes on a GPU), and inverse factors by damping and dtype (4N² or 8N² bytes).
-``release`` drops all of it; so does dropping the object.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from . import registry
-from ._chunks import out_of_memory
-from ._solve import Request, run
-from .certificate import Certificate, certificate
-from .errors import BackendBrokenError
-from .hessian import Hessian, check_damping
-from .interface import SolveChunk, System
-from .interop import Array, Place, cast, from_core, place_of, to_core, to_library
-from .linalg import add_to_diagonal, exact_float32, fitting_threads, upper_inverse_factor
-from .normalise import Scaling, layer_scaling
+from .choice import checked_dtype
+from .hessian import Hessian, check_damping, floating
+from .interop import Array, Place, from_core, place_of
+from .linalg import exact_float32
 from .problem import ColumnQP
+from .shared import Shared
 from .solution import Solution
+from .solving import Request, run
 from .verdict import Audit, audited
 
 
-@dataclass(frozen=True, eq=False)
-class BackendSetup:
-    """A backend's work on one H: its scaling, and the function that solves columns, in the library that it computes in."""
+class PreparedHessian:
+    """H, checked, with its damping, and what was made of it; ``qprecon.prepare`` makes one.
 
-    loaded: registry.Loaded
-    scaling: Scaling
-    solve_chunk: SolveChunk
-    dtype: str
-    library: str
+    What depends on H alone is made when it is first wanted, once, and kept until ``release`` or until the object goes. In bytes:
 
+    - the certificate's factor: 8N²
+    - the set-up of a backend, for each of its options and dtypes: cholesky, pcg and adam 4N² in float32 and 8N² in float64, pcg
+      on a GPU in float32 6N², admm three times as much as cholesky
+    - an inverse factor, for each damping and dtype: 4N² in float32, 8N² in float64
 
-@dataclass(frozen=True, eq=False)
-class PreparedHessian(Hessian):
-    """H, checked, with its damping, and what was made of it. See ``prepare``."""
+    Threads may share the object. H is not copied unless it must be converted: leave it unchanged.
 
-    _setups: dict[Any, BackendSetup] = field(default_factory=dict, init=False, repr=False)
-    _inverses: dict[Any, Array] = field(default_factory=dict, init=False, repr=False)
-    _elsewhere: dict[Any, PreparedHessian] = field(default_factory=dict, init=False, repr=False)
+    Attributes:
+        hessian: H and λ as the core holds them.
+    """
 
-    @functools.cached_property
-    def certificate(self) -> Certificate:
-        """The certificate's factor: one float64 factorisation (without damping a few, until one holds)."""
-        with exact_float32(), self._threads(self.n_inputs):
-            return certificate(self)
+    def __init__(self, H: Array, damping: float = 0.0, place: Place | None = None) -> None:
+        self.hessian = Hessian(H, damping, place or place_of(H))
+        self._shared = {self.hessian.place: Shared(self.hessian)}
+
+    @property
+    def n_inputs(self) -> int:
+        """N."""
+        return self.hessian.n_inputs
+
+    @property
+    def damping(self) -> float:
+        """δ."""
+        return self.hessian.damping
+
+    @property
+    def ridge(self) -> float:
+        """λ = δ · mean(diag H), in the units of H."""
+        return self.hessian.ridge
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What to know of H beside the certificates, in words: whether only the damping makes it positive semidefinite.
+
+        Made when first asked for, by a factorisation in H's own dtype.
+        """
+        return self.hessian.notices
 
     def solve(
         self,
@@ -76,16 +82,14 @@ class PreparedHessian(Hessian):
         dtype: str | None = None,
         **backend_options: Any,
     ) -> Solution:
-        """Optimal weights for a mask, certified. Arguments, result and errors as in ``qprecon.solve``, and
+        """Optimal weights for a mask, certified: ``qprecon.solve`` without its H and damping, and with the same answer.
 
-        Args:
-            constant: (K,) ‖target‖², where rhs = Xᵀtarget is given: f then is the squared error to the target (and the ridge), and
-                gaps are relative to it, as they are with the default rhs. Without it they are relative to the gain over the start.
+        It does not depend on what was solved before. Arguments, result and errors: see ``qprecon.solve``.
         """
         started = time.monotonic()
         request = Request(backend, tol, max_iterations, time_limit, warm_start, batch_size, dtype, backend_options)
-        prepared = self.at(place_of(W))
-        return run(prepared, prepared.problem(W, mask, rhs, constant, lower, upper), request, started)
+        problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
+        return run(self._at(problem.place), problem, request, started)
 
     def audit(
         self,
@@ -101,25 +105,40 @@ class PreparedHessian(Hessian):
         """What is known of any weights, whoever made them: their objective, and how far from the best they can be at most.
 
         Args:
-            W, mask, rhs, constant, lower, upper: the problem, as in ``solve``.
-            candidate: (N, K) weights, in any float dtype; audited as they are.
+            W, mask, rhs, constant, lower, upper: the problem, as in ``qprecon.solve``.
+            candidate: (N, K) weights, in any dtype of real numbers; audited as they are.
 
         Returns:
-            Audit. Weights that are not 0 where pruned, or out of bounds, have a violation above 0 and no certificate.
+            Audit. Weights that are not 0 where pruned, or out of bounds, have a violation above 0 and no certificate. Bounds are
+            rounded outwards to the candidate's dtype, so that weights at a bound are not outside of it by rounding.
 
         Raises:
             ValueError: bad shapes or values; the argument is named.
         """
-        prepared = self.at(place_of(W))
-        problem = prepared.problem(W, mask, rhs, constant, lower, upper)
-        with exact_float32(), prepared._threads(problem.n_columns):
-            return audited(problem, prepared.certificate, to_core(candidate, problem.place))
+        problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
+        shared = self._at(problem.place)
+        with exact_float32(), shared.fitting_threads(problem.n_columns):
+            return audited(problem, shared.certificate, floating(candidate, problem.place, "candidate"))
+
+    def problem(
+        self,
+        W: Array,
+        mask: Array,
+        *,
+        rhs: Array | None = None,
+        constant: Array | None = None,
+        lower: Array | float | None = None,
+        upper: Array | float | None = None,
+    ) -> ColumnQP:
+        """The problem of some columns with this H, validated; arguments as in ``qprecon.solve``."""
+        hessian = self._at(place_of(W)).hessian
+        return ColumnQP(hessian, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, constant_K=constant)
 
     def inverse_factor(self, damping: float | None = None, dtype: str = "float32") -> Array:
         """U, upper triangular (N, N), with UᵀU = (H + λI)⁻¹, which sweeps such as SparseGPT's and GPTQ's need.
 
         For every i, U[i:, i:]ᵀ U[i:, i:] is the inverse of the trailing block (H + λI)[i:, i:]. One factorisation: with the order
-        of the inputs reversed, H + λI = RRᵀ (R upper) and U = R⁻¹. Kept by damping and dtype.
+        of the inputs reversed, H + λI = RRᵀ (R upper) and U = R⁻¹. Kept by damping and dtype: do not write into it.
 
         Args:
             damping: λ = damping · mean(diag H); by default that of this object. With H = 0 the ridge is 1.
@@ -129,86 +148,45 @@ class PreparedHessian(Hessian):
             ValueError: H + λI is not positive definite in this dtype.
         """
         damping = self.damping if damping is None else check_damping(damping)
-        key = (damping, dtype)
-        if key not in self._inverses:
-            mean = np.dtype(dtype).type(cast(self.hessian_NN.diagonal(), dtype).mean())
-            ridge = float(np.dtype(dtype).type(damping) * mean) if mean > 0 else 1.0  # H = 0: any number does
-            damped_NN = add_to_diagonal(cast(self.hessian_NN, dtype), ridge)
-            with exact_float32():
-                factor_NN = upper_inverse_factor(damped_NN)
-            if factor_NN is None:
-                raise ValueError(
-                    f"H of {self.n_inputs} inputs is not positive definite with damping {damping:g} in {dtype}; take a larger "
-                    f"damping, for instance {max(10 * damping, 0.01):g}"
-                )
-            self._inverses[key] = factor_NN
-        return from_core(self._inverses[key], self.place)
+        place = self.hessian.place
+        return from_core(self._at(place).inverse_factor(damping, checked_dtype(dtype)), place)
 
-    def at(self, place: Place) -> PreparedHessian:
-        """This H where problems of another array library or device are solved; itself if that is here."""
-        if place == self.place:
-            return self
-        if place not in self._elsewhere:
-            moved = to_core(from_core(self.hessian_NN, self.place), place)
-            self._elsewhere[place] = PreparedHessian(moved, self.damping, place)
-        return self._elsewhere[place]
+    def ridged(self, damping: float | None = None, dtype: str = "float32") -> Array:
+        """H + λI as ``inverse_factor`` takes it, a new array."""
+        damping = self.damping if damping is None else check_damping(damping)
+        place = self.hessian.place
+        return from_core(self._at(place).ridged(damping, checked_dtype(dtype)), place)
 
-    def problem(
-        self, W: Array, mask: Array, rhs: Any = None, constant: Any = None, lower: Any = None, upper: Any = None
-    ) -> ColumnQP:
-        """The problem of some columns with this H."""
-        return ColumnQP(self, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, constant_K=constant)
+    def is_definite(self, damping: float | None = None, dtype: str = "float32") -> bool:
+        """Whether ``ridged`` has a Cholesky factor. Factored once for each damping and dtype; the answer alone is kept."""
+        damping = self.damping if damping is None else check_damping(damping)
+        return self._at(self.hessian.place).is_definite(damping, checked_dtype(dtype))
 
-    def setup(self, loaded: registry.Loaded, dtype: str) -> BackendSetup:
-        """A backend's set-up for this H, made once for its options and the dtype.
+    def release(self, *, certificate: bool = True, setups: bool = True, inverse_factors: bool = True) -> None:
+        """Drop what was made of H, or parts of it; it is made again if it is wanted again. With all parts go copies elsewhere."""
+        for place, shared in list(self._shared.items()):
+            shared.release(certificate, setups, inverse_factors)
+            if certificate and setups and inverse_factors and place != self.hessian.place:
+                self._shared.pop(place, None)
 
-        Raises:
-            BackendBrokenError: the backend fails at it. ValueError: it refuses this H.
-        """
-        key = (loaded.record.name, repr(loaded.options), dtype)
-        if key not in self._setups:
-            self._setups[key] = self._set_up(loaded, dtype)
-        kept = self._setups[key]
-        fresh = getattr(kept.solve_chunk, "fresh", None)  # one that learns from chunk to chunk begins anew in each solve
-        return replace(kept, loaded=loaded, solve_chunk=fresh() if fresh else kept.solve_chunk)
-
-    def release(self) -> None:
-        """Drop all that was made of H."""
-        for held in (self._setups, self._inverses, self._elsewhere):
-            held.clear()
-        self.__dict__.pop("certificate", None)
-
-    def _set_up(self, loaded: registry.Loaded, dtype: str) -> BackendSetup:
-        capabilities = loaded.capabilities
-        scaling = layer_scaling(capabilities.scaling, self, dtype)
-        own = self.place.library
-        library = own if own in capabilities.libraries else capabilities.libraries[0]
-        ridge = self.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
-        system = System(to_library(scaling.hessian(self, dtype), library), ridge)
-        try:
-            return BackendSetup(loaded, scaling, loaded.prepare(system, loaded.options), dtype, library)
-        except ValueError:
-            raise
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            raise BackendBrokenError(f"backend {loaded.record.name!r} failed to set up: {error!r}") from error
-
-    def _threads(self, k: int) -> Any:
-        return fitting_threads(self.n_inputs, k, self.place.library)
+    def _at(self, place: Place) -> Shared:
+        """What is shared where problems of an array library and device are solved. H is copied there if it must be, once."""
+        found = self._shared.get(place)
+        return found or self._shared.setdefault(place, Shared(self.hessian.at(place)))
 
 
-def prepare(H: Array, *, damping: float = 0.0) -> PreparedHessian:
+def prepare(H: Array, *, damping: float = 0.0, like: Array | None = None) -> PreparedHessian:
     """Check H once and hold what is made of it, for any number of solves and audits.
 
     Args:
         H: (N, N) = XᵀX, symmetric positive semidefinite; numpy, torch or jax. It is not copied: leave it unchanged.
         damping: δ ≥ 0, a ridge λ = δ · mean(diag H) towards the dense weights; 0.01 is usual.
+        like: an array of the kind and on the device of the weights to come, where that is not H's own.
 
     Raises:
         ValueError: H is not square, not finite, not symmetric, or has a negative diagonal entry; damping is negative.
     """
-    return PreparedHessian(H, damping)
+    return PreparedHessian(H, damping, None if like is None else place_of(like))
 
 
 def solve(
@@ -264,7 +242,7 @@ def solve(
         ValueError: bad shapes, values or options (the argument is named), or a clearly indefinite H.
         UnknownBackendError, BackendNotInstalledError, BackendBrokenError, UnsupportedError: see ``qprecon.errors``.
     """
-    return prepare(H, damping=damping).solve(
+    return prepare(H, damping=damping, like=W).solve(
         W, mask, backend, rhs=rhs, constant=constant, lower=lower, upper=upper, tol=tol, max_iterations=max_iterations,
         time_limit=time_limit, warm_start=warm_start, batch_size=batch_size, dtype=dtype, **backend_options,
     )  # fmt: skip

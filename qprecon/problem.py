@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .hessian import Hessian, floating
-from .interop import Array, Place, cast, dtype_name, namespace, place_of, to_core, to_numpy
+from .interop import Array, Place, cast, densified, dtype_name, namespace, place_of, to_core, to_numpy
 from .linalg import masked
 
 
@@ -29,7 +29,7 @@ class ColumnQP:
         hessian_NN: H = XᵀX, (N, N), symmetric positive semidefinite; undamped. Or a ``Hessian``, which is taken as it is.
         weights_NK: dense weights w, (N, K): inputs by outputs, the **transpose** of ``torch.nn.Linear.weight``
             (a square layer given the wrong way round cannot be noticed).
-        mask_NK: (N, K), True or 1 = kept.
+        mask_NK: (N, K), True or 1 = kept; a sparse array (scipy, torch) is taken too.
         rhs_NK: right-hand side b, (N, K); None means Hw.
         lower_NK, upper_NK: bounds on the new weights ŵ, scalars or broadcastable to (N, K), applied to kept entries; None means
             unbounded.
@@ -56,12 +56,12 @@ class ColumnQP:
         place = place_of(self.weights_NK)
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
         put("place", place)
-        weights = floating(to_core(self.weights_NK, place), "W")
+        weights = floating(self.weights_NK, place, "W")
         if weights.ndim != 2:
             raise ValueError(f"W must be (N, K), got shape {tuple(weights.shape)}")
         put("weights_NK", weights)
         given = self.hessian_NN
-        put("hessian", given if isinstance(given, Hessian) else Hessian(given, self.damping, place))
+        put("hessian", given.at(place) if isinstance(given, Hessian) else Hessian(given, self.damping, place))
         put("hessian_NN", self.hessian.hessian_NN)
         put("damping", self.hessian.damping)
         if self.hessian.n_inputs != weights.shape[0]:
@@ -69,9 +69,9 @@ class ColumnQP:
                 f"H is {tuple(self.hessian_NN.shape)} but W has {weights.shape[0]} rows; W is (inputs, outputs), the transpose of "
                 "Linear.weight"
             )
-        put("mask_NK", check_mask(to_core(self.mask_NK, place), weights.shape))
+        put("mask_NK", check_mask(to_core(densified(self.mask_NK), place, "mask"), weights.shape))
         if self.rhs_NK is not None:
-            rhs = floating(to_core(self.rhs_NK, place), "rhs")
+            rhs = floating(self.rhs_NK, place, "rhs")
             if tuple(rhs.shape) != tuple(weights.shape):
                 raise ValueError(f"rhs has shape {tuple(rhs.shape)}, W has {tuple(weights.shape)}")
             put("rhs_NK", rhs)
@@ -79,7 +79,7 @@ class ColumnQP:
         put("upper_NK", _bound(self.upper_NK, place, weights, "upper"))
         self._check_bounds_order()
         if self.constant_K is not None:
-            put("constant_K", self._check_constant(floating(to_core(self.constant_K, place), "constant")))
+            put("constant_K", self._check_constant(floating(self.constant_K, place, "constant")))
 
     @property
     def n_inputs(self) -> int:
@@ -135,12 +135,21 @@ class ColumnQP:
                 weights_NK = limit(weights_NK, cast(bound_NK[:, columns], dtype_name(weights_NK)))
         return masked(weights_NK, self.mask_NK[:, columns])
 
-    def with_rounded_bounds(self, dtype: str) -> ColumnQP:
-        """The problem with bounds in the dtype of the answer, so that an answer at its bound is not outside of it by rounding."""
+    def with_rounded_bounds(self, dtype: str, outwards: bool = False) -> ColumnQP:
+        """The problem with bounds in the dtype of the answer, so that an answer at its bound is not outside of it by rounding.
+
+        ``outwards``: in float64, each bound the looser one of itself and its rounded value.
+        """
         if not self.has_bounds:
             return self
-        rounded = [None if bound is None else cast(bound, dtype) for bound in (self.lower_NK, self.upper_NK)]
-        return replace(self, hessian_NN=self.hessian, lower_NK=rounded[0], upper_NK=rounded[1])
+        xp, bounds = namespace(self.weights_NK), {}
+        for name, looser in (("lower_NK", xp.minimum), ("upper_NK", xp.maximum)):
+            bound_NK = getattr(self, name)
+            if bound_NK is None:
+                continue
+            rounded_NK = cast(bound_NK, dtype)
+            bounds[name] = looser(cast(rounded_NK, "float64"), cast(bound_NK, "float64")) if outwards else rounded_NK
+        return replace(self, hessian_NN=self.hessian, **bounds)
 
     def _check_constant(self, constant_K: Array) -> Array:
         if self.rhs_NK is None:
@@ -179,7 +188,7 @@ def check_mask(mask_NK: Array, shape: tuple[int, ...]) -> Array:
 def _bound(bound: Any, place: Place, weights_NK: Array, name: str) -> Array | None:
     if bound is None:
         return None
-    bound = floating(to_core(bound, place), name)
+    bound = floating(bound, place, name)
     xp = namespace(weights_NK)
     try:
         return xp.broadcast_to(bound, tuple(weights_NK.shape))

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import plugins
-from ._options import made_options, option_names
 from .errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
 from .interface import Backend, Capabilities, SolveChunk, System
+from .options import made_options, option_names
 
 ENTRY_POINT_GROUP = "qprecon.backends"
 

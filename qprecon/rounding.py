@@ -21,6 +21,7 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
+from . import sweep
 from .grids import Fitted, Grid, Rows, fit_scales, stored_scales
 from .interop import Array, dtype_name, kind_of, namespace
 
@@ -94,18 +95,17 @@ def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array) -> A
     """
     xp = namespace(w_NK)
     rest_NK, q_NK = _copy(w_NK), xp.zeros_like(w_NK)
-    for rows in _blocks(fitted.grid, len(w_NK)):
-        scales, factor_BB = _rows_of(fitted, rows), factor_NN[rows, rows]
-        block_BK, errors_BK = rest_NK[rows], xp.zeros_like(rest_NK[rows])
-        for i in range(len(block_BK)):
-            one_1K = block_BK[i : i + 1]
-            value_1K = xp.where(mask_NK[rows][i : i + 1], scales.row(i).nearest(one_1K), xp.zeros_like(one_1K))
-            q_NK[rows.start + i] = value_1K[0]
-            errors_BK[i] = ((one_1K - value_1K) / factor_BB[i, i])[0]
-            if i + 1 < len(block_BK):
-                block_BK[i + 1 :] -= factor_BB[i, i + 1 :][:, None] * errors_BK[i][None, :]
-        if rows.stop < len(w_NK):
-            rest_NK[rows.stop :] -= factor_NN[rows, rows.stop :].T @ errors_BK
+
+    def begin(rows: slice) -> sweep.Error:
+        scales, kept_BK, q_BK = _rows_of(fitted, rows), mask_NK[rows], q_NK[rows]
+
+        def project(row_K: Array, i: int) -> Array:
+            q_BK[i] = xp.where(kept_BK[i], scales.row(i).nearest(row_K[None, :])[0], xp.zeros_like(row_K))
+            return q_BK[i]
+
+        return sweep.error_of(project, factor_NN[rows, rows])
+
+    sweep.sweep(rest_NK, factor_NN, _blocks(fitted.grid, len(w_NK)), begin)
     return q_NK
 
 

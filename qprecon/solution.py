@@ -58,13 +58,15 @@ class Solution:
         stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start):
             dimensionless.
         violation: (K,) largest distance from the bounds and the mask, in units of W.
-        gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound. Inf where nothing can be certified.
+        gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound, every rounding error counted. Inf where nothing can be certified.
         relative_gap: (K,) gap_bound / max(f − gap_bound, FLOOR · f_start); for an explicit rhs relative to f_start − f. See
             ``qprecon.audit``.
-        fell_back: (K,) bool: the backend's answer was worse than the start or not finite, and the start is returned.
+        fell_back: (K,) bool: the backend's answer was not finite or not surely better than the start, which is returned. An answer
+            that float64 cannot tell from the start is replaced by it too, and not counted.
         tol: the relative gap that was asked for.
         timing, provenance: see their classes.
-        problem: what was solved. It holds H and W; drop the solution, or ``replace`` this by None, where they are to be freed.
+        problem: what was solved. It keeps H, W, mask, rhs and bounds in memory, but nothing that was made of H.
+            ``dataclasses.replace(solution, problem=None)`` parts with them, and with the residual.
     """
 
     weights: Array
@@ -93,11 +95,16 @@ class Solution:
         if self.problem is None:
             raise ValueError("the solution was parted from its problem, so it has no residual")
         problem = self.problem
-        new_NK = cast(to_core(self.weights, problem.place), "float64")
-        rho_NK = problem.damped_product(cast(problem.weights_NK, "float64") - new_NK)
+        new_NK = to_core(self.weights, problem.place, "weights")
+        rho_NK = problem.damped_product(cast(problem.weights_NK, "float64") - cast(new_NK, "float64"))
         g_NK = problem.linear("float64")
         rho_NK = rho_NK if g_NK is None else rho_NK + g_NK
-        return from_core(cast(rho_NK, dtype_name(to_core(self.weights, problem.place))), problem.place)
+        return from_core(cast(rho_NK, dtype_name(new_NK)), problem.place)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What to know of H beside the certificates: see ``PreparedHessian.notices``. Made when first asked for."""
+        return () if self.problem is None else self.problem.hessian.notices
 
     @property
     def optimal(self) -> np.ndarray:
@@ -121,6 +128,7 @@ class Solution:
         for status, count in self.counts().items():
             if status is not Status.OPTIMAL:
                 lines.append(f"{count} {status.name}: {status.value}")
+        lines += [f"notice: {notice}" for notice in self.notices]
         t = self.timing
         lines.append(
             f"{t.total:.3g} s: set-up {t.setup:.3g}, compile {t.compile:.3g}, solve {t.solve:.3g}, audit {t.audit:.3g}; "

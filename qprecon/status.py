@@ -23,8 +23,8 @@ class Status(enum.Enum):
         "add damping (0.01 is usual)"
     )
     FELL_BACK = (
-        "the backend's answer was not finite or worse than the masked weights, which are returned instead: "
-        "use another backend or dtype='float64'"
+        "the backend's answer was not finite or not surely better than the masked weights, which are returned instead: "
+        "use another backend, dtype='float64' or some damping"
     )
     INVALID_INPUT = "the column holds NaN or Inf in W, rhs or a bound: repair the input"
 

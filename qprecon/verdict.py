@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from ._start import find_start
 from .audit import audit
 from .certificate import Certificate
+from .chunks import slices
 from .interop import Array, cast, dtype_name
+from .memory import automatic_width
 from .problem import ColumnQP
+from .start import find_start
+
+_BYTES = 8 * 14  # float64 temporaries, per entry of W
 
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """Figures of each column, (K,) float64 numpy, in the units of H and W; the same as in ``Solution``.
+    """Figures of each column, (K,) float64 numpy, in the units of H and W; names and meanings are those of ``Solution``.
 
     Attributes:
         objective: f of the weights, of the damped problem.
         baseline_objective: f of the masked weights, clipped to the bounds.
+        stationarity: max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the masked weights).
+        violation: largest distance from the mask and the bounds, in units of W. Weights with one have no certificate.
         gap_bound: certified, f − f* ≤ gap_bound; infinite where nothing can be certified.
         relative_gap: relative to what the optimum costs, see ``qprecon.audit``.
-        stationarity: largest half gradient over the free entries, in units of √A_ii.
-        violation: largest distance from the mask and the bounds, in units of W. Weights with one have no certificate.
     """
 
     objective: np.ndarray
     baseline_objective: np.ndarray
-    gap_bound: np.ndarray
-    relative_gap: np.ndarray
     stationarity: np.ndarray
     violation: np.ndarray
+    gap_bound: np.ndarray
+    relative_gap: np.ndarray
 
     def certified(self, tol: float) -> np.ndarray:
         """(K,) bool: proved to be within ``tol`` of the optimum."""
@@ -42,16 +47,28 @@ def audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array) -> Audit:
     """Audit ``candidate_NK``, weights of any float dtype in the core's library.
 
     Raises:
-        ValueError: another shape than W's, or no floats.
+        ValueError: another shape than W's.
     """
     if tuple(candidate_NK.shape) != tuple(problem.weights_NK.shape):
         raise ValueError(f"candidate has shape {tuple(candidate_NK.shape)}, W has {tuple(problem.weights_NK.shape)}")
-    if not dtype_name(candidate_NK).startswith(("float", "bfloat")):
-        raise ValueError(f"candidate must be a floating array, got dtype {dtype_name(candidate_NK)}")
-    every = slice(0, problem.n_columns)
-    start = find_start(problem, cert, "float64", None, every)
-    figures = audit(problem, cert, cast(candidate_NK, "float64"), every)
-    usable_K = (figures.violation == 0.0) & ~problem.invalid_columns()
-    gap_K = np.where(usable_K, figures.gap_bound, np.inf)
-    relative_K = np.where(usable_K, start.relative_gap(problem, figures), np.inf)
-    return Audit(figures.objective, start.masked.objective, gap_K, relative_K, figures.stationarity, figures.violation)
+    problem = problem.with_rounded_bounds(dtype_name(candidate_NK), outwards=True)
+    n, k = problem.n_inputs, problem.n_columns
+    width = automatic_width(problem.place, n, k, _BYTES * n)
+    parts = list(slices(np.arange(k), width, contiguous=True)) or [slice(0, 0)]
+    sound_K = ~problem.invalid_columns()
+    audits = [_audited(problem, cert, cast(candidate_NK[:, part], "float64"), sound_K[part], part) for part in parts]
+    return Audit(*(np.concatenate([getattr(one, field.name) for one in audits]) for field in fields(Audit)))
+
+
+def _audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array, sound_K: np.ndarray, columns: Any) -> Audit:
+    start = find_start(problem, cert, "float64", None, columns)
+    figures = audit(problem, cert, candidate_NK, columns)
+    usable_K = (figures.violation == 0.0) & sound_K
+    return Audit(
+        objective=figures.objective,
+        baseline_objective=start.masked.objective,
+        stationarity=start.relative_stationarity(figures),
+        violation=figures.violation,
+        gap_bound=np.where(usable_K, figures.gap_bound, np.inf),
+        relative_gap=np.where(usable_K, start.relative_gap(problem, figures), np.inf),
+    )

@@ -20,7 +20,7 @@ from qprecon.llm.settings.recipe import Recipe, Run
 
 from .llm.toy_text import toy_llama, toy_tokenizer, words
 
-COMMANDS = ("prune", "eval", "report", "check-sparse", "solve", "backends", "demo")
+COMMANDS = ("prune", "recover", "eval", "report", "check-sparse", "solve", "backends", "demo")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import qprecon
-from qprecon import _chunks
+from qprecon import memory
 from qprecon.interop import Place
 
 
@@ -26,7 +26,7 @@ def test_free_memory_is_asked_of_the_arrays_device(monkeypatch):
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device=0: 1e8 * (1 + torch.device(device or 0).index))
     widths = [
-        _chunks.automatic_width(Place("torch", torch.device("cuda", index)), 512, 100_000, bytes_per_column=2e5) for index in (0, 1)
+        memory.automatic_width(Place("torch", torch.device("cuda", index)), 512, 100_000, bytes_per_column=2e5) for index in (0, 1)
     ]
     assert 0.6 * free[0] / 2e5 / 2 < widths[0] <= 0.6 * free[0] / 2e5
     assert 0.6 * free[1] / 2e5 / 2 < widths[1] <= 0.6 * free[1] / 2e5

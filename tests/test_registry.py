@@ -12,8 +12,8 @@ import pytest
 
 import qprecon
 from qprecon import registry
-from qprecon._options import check_values
 from qprecon.interface import Backend, RawColumns
+from qprecon.options import check_values
 
 from .small_problems import check_against_cholesky, check_limits, problem
 

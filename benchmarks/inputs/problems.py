@@ -146,3 +146,8 @@ LARGE = (
     Synthetic("4096x14336 easy 50%", 4096, 14336, 1.0, 0.5),
     Synthetic("14336x4096 easy 50%", 14336, 4096, 1.0, 0.5),
 )
+# For several solves with one H: few columns, as a search over masks has, so that the work on H itself shows.
+REPEATED = (
+    Synthetic("1024x256 easy 50%", 1024, 256, 1.0, 0.5),
+    Synthetic("4096x256 easy 50%", 4096, 256, 1.0, 0.5),
+)

@@ -65,7 +65,7 @@ def quality(model: str) -> str:
 
 def layers() -> str:
     """Seconds and gaps of one large layer, methods against problems."""
-    rows = [row for row in load("solver_h100") if not _is_real(row)]
+    rows = [row for row in load("solver_h100") if not _is_real(row) and row["method"] in METHODS]
     problems = list(dict.fromkeys(row["problem"] for row in rows))
     latest = max(row["date"] for row in rows)
     body = [[method, *(_layer_cell(rows, problem, method, latest) for problem in problems)] for method in METHODS]
@@ -134,6 +134,27 @@ def cpu() -> str:
     body = [[method, *(cell(problem, method) for problem in problems)] for method in methods]
     note = f"{rows[0]['device']}, {rows[0]['threads']} threads, {rows[0]['date']}; certified to 1e-4, the loop timed on part."
     return table(["method", *problems], body) + "\n\n" + note
+
+
+def selection() -> str:
+    """ALPS's masks: seconds beside those of the count and of the reference, and how far the masks differ."""
+    if not (RESULTS / "alps_gpu.json").exists():
+        return "Not measured yet."
+    result = load("alps_gpu")
+    body = [
+        [
+            f"{row['layer']}, {row['n']}x{row['k']}, {row['pattern']}",
+            f"{row['seconds']:.3f} s",
+            f"{row['predicted']:.3f} s",
+            f"{row['reference_seconds']:.2f} s",
+            f"{row['iterations']}, {row['inverses']}",
+            f"{100 * row['differs']:.2f} % ({100 * row['reference_differs']:.2f} %)",
+            f"{row['excess']:+.0e}",
+        ]
+        for row in result["rows"]
+    ]
+    head = ["layer", "ALPS", "by count", "an inverse for each ρ", "iterations, inverses", "masks differ", "loss differs"]
+    return table(head, body) + f"\n\n{result['card']}, torch {result['torch']}, {result['date']}."
 
 
 PAPER = (  # as published, in its abstract
@@ -224,7 +245,14 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": cpu,
         "models": models,
     },
-    "docs/performance.md": {"models": models, "phases": phases, "layers": layers, "real": real_layers, "sparse": sparse},
+    "docs/performance.md": {
+        "models": models,
+        "phases": phases,
+        "layers": layers,
+        "real": real_layers,
+        "masks": selection,
+        "sparse": sparse,
+    },
 }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..interface import Chunk, RawColumns, SolveChunk, System
 from ..interop import Array, cast, dtype_name, namespace
-from ..normalise import power_of_two
+from ..linalg import power_of_two
 
 _EVERY = 10  # steps between two looks at the clock
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import qprecon
 
-from . import backends, check_sparse, demo, eval, prune, report, solve
+from . import backends, check_sparse, demo, eval, prune, recover, report, solve
 from ._stop import Terminated, sigterm_raises
 
-_SUBCOMMANDS = (prune, eval, report, check_sparse, solve, backends, demo)
+_SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
 BAD_INPUT = 2
 
 

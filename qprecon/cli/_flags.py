@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from qprecon.llm.settings.options import Option, default_text, flag_of, options, type_hints
@@ -16,23 +16,31 @@ _POSITIONAL = ("model", "out")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """A flag for each option and shorthand, under its heading. Flags have no defaults: what is not given is the recipe's."""
-    groups: dict[str, Any] = {}
-
-    def group_of(option: Option) -> Any:
-        return groups.setdefault(option.group, parser.add_argument_group(option.group))
-
-    hints = {**type_hints(Recipe), **type_hints(Run)}
+    """A flag for each option of a recipe and shorthand, under its heading. Flags have no defaults: what is not given is its own."""
+    group_of = headings(parser)
     amount = group_of(next(option for each, option in options(Recipe) if each.name == "pattern")).add_mutually_exclusive_group()
     for of in (Recipe, Run):
-        for each, option in options(of):
-            if each.name not in _POSITIONAL:
-                where = amount if each.name in ("sparsity", "pattern") else group_of(option)
-                _add(where, each, option, hints[each.name])
+        add_fields(group_of, of, _POSITIONAL, {"sparsity": amount, "pattern": amount})
     for name, option in SHORTHANDS.items():
         switch = {} if option.metavar else {"action": "store_true"}
         value = {"metavar": option.metavar} if option.metavar else {}
         group_of(option).add_argument(flag_of(name, option), dest=name, help=_escaped(option.help), **switch, **value)
+
+
+def headings(parser: argparse.ArgumentParser) -> Callable[[Option], Any]:
+    """The group of flags that an option belongs to, made when it is first asked for."""
+    groups: dict[str, Any] = {}
+    return lambda option: groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
+
+
+def add_fields(
+    group_of: Callable[[Option], Any], of: type, positional: Sequence[str], elsewhere: Mapping[str, Any] | None = None
+) -> None:
+    """A flag for each option of the dataclass `of` that is not `positional`, under its heading or, by name, `elsewhere`."""
+    hints = type_hints(of)
+    for each, option in options(of):
+        if each.name not in positional:
+            _add((elsewhere or {}).get(each.name) or group_of(option), each, option, hints[each.name])
 
 
 def _add(group: Any, each: dataclasses.Field, option: Option, hint: Any) -> None:
@@ -47,8 +55,8 @@ def _kind(each: dataclasses.Field, option: Option, hint: Any) -> dict[str, Any]:
     members = get_args(hint) or (hint,)
     if option.choices:
         return {"choices": option.choices}
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction} if each.default else {"action": "store_true"}
+    if bool in members:
+        return {"action": "store_true"} if each.default is False else {"action": argparse.BooleanOptionalAction}
     if option.metavar == "KEY=VALUE":
         return {"type": key_value, "action": "append", "metavar": option.metavar}
     if any(getattr(member, "__origin__", None) is not None for member in members) and option.metavar != "N:M":
@@ -86,10 +94,10 @@ def key_value(item: str) -> tuple[str, Any]:
         return key, text
 
 
-def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, as the words of a recipe."""
-    names = [*(each.name for of in (Run, Recipe) for each, _ in options(of)), *SHORTHANDS]
-    found = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+def given(arguments: argparse.Namespace, of: Sequence[type] = (Run, Recipe), shorthands: Sequence[str] = tuple(SHORTHANDS)) -> dict:
+    """The options that were given, by name: as the words of a recipe."""
+    names = [*(each.name for kind in of for each, _ in options(kind)), *shorthands]
+    found: dict[str, Any] = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     pairs = {name for name in found if name.endswith("_options")}
     return {name: dict(value) if name in pairs else value for name, value in found.items()}
 

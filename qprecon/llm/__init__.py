@@ -1,4 +1,4 @@
-"""Pruning of causal language models: `prune_model`, `Recipe`, `PruneReport`, `perplexity`.
+"""Pruning of causal language models: `prune_model`, `recover`, `Recipe`, `perplexity`, and their reports.
 
 Needs torch and transformers, which `pip install 'qprecon[llm]'` brings. They are imported with the first of these names that needs
 them: the command line shows the options of a `Recipe`, and a `PruneReport` is read, without.
@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qprecon.llm.evaluation.perplexities import perplexity
     from qprecon.llm.pruning.loop import prune_model
+    from qprecon.llm.recovery.loop import recover
+    from qprecon.llm.recovery.report import RecoveryReport
     from qprecon.llm.reporting.report import PruneReport
     from qprecon.llm.settings.recipe import Recipe
 
-__all__ = ["PruneReport", "Recipe", "perplexity", "prune_model"]
+__all__ = ["PruneReport", "Recipe", "RecoveryReport", "perplexity", "prune_model", "recover"]
 
 _PLACES = {
     "PruneReport": "qprecon.llm.reporting.report",
     "Recipe": "qprecon.llm.settings.recipe",
+    "RecoveryReport": "qprecon.llm.recovery.report",
     "perplexity": "qprecon.llm.evaluation.perplexities",
     "prune_model": "qprecon.llm.pruning.loop",
+    "recover": "qprecon.llm.recovery.loop",
 }
 _PLAIN = ("PruneReport", "Recipe")
 

@@ -107,3 +107,81 @@ def test_the_same_call_gives_the_same_bits():
     h_NN, w_NK, mask_NK = (x.cuda() for x in _problem())
     first, second = (qprecon.solve(h_NN, w_NK, mask_NK, damping=0.01).weights for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("backend", ["auto", "pcg", "admm", "cholesky"])
+def test_a_prepared_hessian_gives_the_same_bits_and_its_memory_back(backend):
+    """Two solves with one H are those of two calls; afterwards nothing but H and the answers is held."""
+    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem(n=1024, k=256))
+    qprecon.solve(h_NN, w_NK, mask_NK, backend, damping=0.01)  # what libraries allocate once
+    qprecon.prepare(h_NN).inverse_factor(0.01)
+    before = torch.cuda.memory_allocated()
+    prepared = qprecon.prepare(h_NN, damping=0.01)
+    for mask in (mask_NK, ~mask_NK):
+        expected = qprecon.solve(h_NN, w_NK, mask, backend, damping=0.01).weights
+        assert torch.equal(prepared.solve(w_NK, mask, backend).weights, expected)
+    prepared.inverse_factor(0.01)
+    assert torch.cuda.memory_allocated() - before > 2 * h_NN.nbytes
+    prepared.release()
+    del expected
+    assert torch.cuda.memory_allocated() - before < h_NN.nbytes / 4
+
+
+def test_an_audit_and_an_inverse_factor_of_a_prepared_hessian():
+    h_NN, w_NK, mask_NK = _problem()
+    prepared = qprecon.prepare(h_NN.cuda(), damping=0.01)
+    solution = prepared.solve(w_NK.cuda(), mask_NK.cuda())
+    audit = prepared.audit(w_NK.cuda(), mask_NK.cuda(), solution.weights.bfloat16())
+    host = qprecon.prepare(h_NN, damping=0.01).audit(w_NK, mask_NK, solution.weights.bfloat16().cpu())
+    np.testing.assert_allclose(audit.objective, host.objective, rtol=1e-9)
+    np.testing.assert_allclose(audit.gap_bound, host.gap_bound, rtol=1e-6)
+    assert solution.residual.is_cuda and solution.residual.shape == w_NK.shape
+    factor_NN = prepared.inverse_factor(dtype="float64")
+    damped_NN = h_NN.double() + 0.01 * h_NN.double().diagonal().mean() * torch.eye(len(h_NN), dtype=torch.float64)
+    assert torch.dist(factor_NN.cpu().T @ factor_NN.cpu() @ damped_NN, torch.eye(len(h_NN), dtype=torch.float64)) < 1e-6
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.01])
+@pytest.mark.parametrize("rhs", [False, True])
+def test_audits_agree_with_the_host(damping, rhs):
+    """The same figures of the same weights, whose bounds lie above the exact gap wherever the factor was made."""
+    h_NN, w_NK, mask_NK = _problem(n=96, k=12)
+    best = qprecon.solve(h_NN, w_NK, mask_NK, "cholesky", damping=damping, dtype="float64").weights
+    given = {"rhs": h_NN @ (w_NK + 0.01 * w_NK.flip(0))} if rhs else {}
+    candidate_NK = best * (1.0 + 1e-3 * torch.linspace(-1.0, 1.0, 96, dtype=torch.float64)[:, None])
+    here = qprecon.prepare(h_NN, damping=damping).audit(w_NK, mask_NK, candidate_NK, **given)
+    there = qprecon.prepare(h_NN.cuda(), damping=damping).audit(
+        w_NK.cuda(), mask_NK.cuda(), candidate_NK.cuda(), **{name: x.cuda() for name, x in given.items()}
+    )
+    for name in ("objective", "gap_bound", "relative_gap", "baseline_objective"):
+        np.testing.assert_allclose(getattr(there, name), getattr(here, name), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cholesky", "pcg", "admm"])
+@pytest.mark.parametrize("large", [1.0, 300.0])
+def test_few_tokens_summed_on_the_device_are_no_worse_than_the_start(backend, large):
+    """float32 sums of fewer tokens than inputs without damping: nothing is OPTIMAL, nothing worse than the masked weights."""
+    x_TN = torch.randn(200, 512, generator=torch.Generator().manual_seed(0))
+    x_TN[:, 7] *= large
+    w_NK = torch.randn(512, 40, generator=torch.Generator().manual_seed(1)).cuda()
+    mask_NK = (torch.arange(512) % 4 > 0)[:, None].expand(512, 40).cuda()
+    device_TN = x_TN.cuda()
+    solution = qprecon.solve(device_TN.T @ device_TN, w_NK, mask_NK, backend)
+    assert not solution.optimal.any()
+    loss = lambda new_NK: ((device_TN.double() @ (new_NK.double() - w_NK.double())) ** 2).sum(0)  # noqa: E731
+    assert (loss(solution.weights) <= loss(w_NK * mask_NK)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+def test_float32_sums_of_the_device_are_as_good_as_assumed(dtype, mean):
+    """`qprecon.hessian.ENTRY`: in batches of 2048 tokens, as a calibration run sums them."""
+    from qprecon.hessian import ENTRY
+
+    x_TN = (torch.randn(65536, 256, generator=torch.Generator().manual_seed(0)) + mean).to(dtype).cuda()
+    total_NN = torch.zeros(256, 256, device="cuda")
+    for part_TN in x_TN.split(2048):
+        total_NN += torch.mm(part_TN.T, part_TN, out_dtype=torch.float32) if dtype == torch.bfloat16 else part_TN.T @ part_TN
+    exact_NN = x_TN.double().T @ x_TN.double()
+    root_N = exact_NN.diagonal().sqrt()
+    assert ((total_NN.double() - exact_NN).abs() / root_N[:, None] / root_N).max() <= ENTRY * 2.0**-24

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import threading
+import weakref
 
 import numpy as np
 import pytest
 
 import qprecon
 from qprecon import certificate as certificate_module
-from qprecon import prepared as prepared_module
 from qprecon import registry
+from qprecon import shared as shared_module
+from qprecon import verdict as verdict_module
+from qprecon.hessian import Hessian
 
+from . import cases
 from .families import FAMILIES
 
 RNG = np.random.default_rng(3)
@@ -97,8 +103,8 @@ def test_released_things_are_made_again(count):
 
 def test_the_inverse_factor_is_made_once_a_damping(monkeypatch):
     made = []
-    real = prepared_module.upper_inverse_factor
-    monkeypatch.setattr(prepared_module, "upper_inverse_factor", lambda a: made.append(a.dtype.name) or real(a))
+    real = shared_module.upper_inverse_factor
+    monkeypatch.setattr(shared_module, "upper_inverse_factor", lambda a: made.append(a.dtype.name) or real(a))
     prepared = qprecon.prepare(H, damping=0.02)
     for damping, dtype in ((0.01, "float32"), (0.01, "float32"), (None, "float32"), (0.02, "float32"), (0.01, "float64")):
         factor = prepared.inverse_factor(damping, dtype)
@@ -113,10 +119,30 @@ def test_the_inverse_factor_is_made_once_a_damping(monkeypatch):
         qprecon.prepare(np.diag([1.0, 0.0])).inverse_factor(0.0)
 
 
+def test_definiteness_is_asked_once_a_damping_and_dtype(monkeypatch):
+    made, real = [], shared_module.cholesky
+    monkeypatch.setattr(shared_module, "cholesky", lambda a: made.append(a.dtype.name) or real(a))
+    singular = np.diag([1.0, 0.0, 2.0])
+    prepared = qprecon.prepare(singular, damping=0.01)
+    for _ in range(2):
+        assert prepared.is_definite() and prepared.is_definite(0.5, "float64") and not prepared.is_definite(0.0)
+    assert made == ["float32", "float64", "float32"]
+    assert np.allclose(prepared.ridged(), singular + 0.01 * np.eye(3)) and prepared.ridged().dtype == np.float32
+    assert np.array_equal(prepared.ridged(0.5, "float64"), singular + 0.5 * np.eye(3))
+    assert np.array_equal(qprecon.prepare(np.zeros((2, 2))).ridged(0.01), np.eye(2))  # H = 0: any number does
+    prepared.inverse_factor(0.3)
+    assert prepared.is_definite(0.3) and len(made) == 3
+    with pytest.raises(ValueError, match="damping"):
+        prepared.ridged(-1)
+
+
 def test_torch_and_numpy_share_a_prepared_hessian():
     torch = pytest.importorskip("torch")
     prepared = qprecon.prepare(H, damping=0.01)
     solution = prepared.solve(torch.tensor(W), torch.tensor(MASK), "cholesky")
+    assert len(prepared._shared) == 2
+    prepared.release()
+    assert len(prepared._shared) == 1
     assert isinstance(solution.weights, torch.Tensor)
     assert np.allclose(solution.weights.numpy(), prepared.solve(W, MASK, "cholesky").weights, rtol=1e-10, atol=1e-12)
     u = qprecon.prepare(torch.tensor(H), damping=0.01).inverse_factor(dtype="float64")
@@ -135,7 +161,7 @@ def test_audit_of_anybodys_weights():
     assert not prepared.audit(W, MASK, W * MASK).certified(1e-3).any()
     outside = prepared.audit(W, MASK, W)
     assert (outside.violation > 0).all() and np.isinf(outside.gap_bound).all() and not outside.certified(0.5).any()
-    for bad, word in ((W[:5], "candidate"), (np.ones(W.shape, dtype=int), "candidate")):
+    for bad, word in ((W[:5], "candidate"), (W + 0j, "candidate")):
         with pytest.raises(ValueError, match=word):
             prepared.audit(W, MASK, bad)
 
@@ -193,3 +219,127 @@ def test_a_problem_stays_as_it_was_given():
     rounded = problem.with_rounded_bounds("float32")
     assert problem.lower_NK.dtype == np.float64 and rounded.lower_NK.dtype == np.float32
     assert rounded.hessian is problem.hessian
+
+
+SPECIAL = [("admm", {"rho": 1e-3}), ("osqp", {"tol": 1e-6, "upper": 0.5})]
+
+
+@pytest.mark.parametrize(("backend", "options"), [*((name, {}) for name in cases.CPU_BACKENDS), *SPECIAL])
+def test_an_answer_does_not_depend_on_what_was_solved_before(backend, options):
+    """ADMM and OSQP learn a penalty on the way; the next solve begins without it. Spread-out columns make them learn."""
+    cases.require(backend)
+    if backend == "adam":
+        options = {"steps": 20}
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 24)) * np.exp(3 * rng.standard_normal(24)) @ rng.standard_normal((24, 24))
+    prepared = qprecon.prepare(x.T @ x, damping=1e-3)
+    for seed in range(3):
+        prepared.solve(W, np.random.default_rng(seed).random(W.shape) < 0.5, backend, **options)
+    again = prepared.solve(W, MASK, backend, **options)
+    alone = qprecon.solve(x.T @ x, W, MASK, backend, damping=1e-3, **options)
+    assert np.array_equal(again.weights, alone.weights) and again.iterations.tolist() == alone.iterations.tolist()
+
+
+def test_parts_are_released_alone(count):
+    prepared = qprecon.prepare(H, damping=0.01)
+    prepared.solve(W, MASK, "pcg")
+    factor = weakref.ref(prepared.inverse_factor())
+    prepared.release(certificate=False, setups=False)
+    gc.collect()
+    assert factor() is None
+    prepared.solve(W, MASK, "pcg")
+    assert count == {"cholesky": 1, "prepare": ["pcg"]}
+    prepared.release(certificate=False)
+    prepared.solve(W, MASK, "pcg")
+    assert count == {"cholesky": 1, "prepare": ["pcg"] * 2}
+
+
+def test_a_solution_keeps_nothing_that_was_made_of_h():
+    prepared = qprecon.prepare(H, damping=0.01)
+    solution = prepared.solve(W, MASK, "pcg")
+    made = weakref.ref(next(iter(prepared._shared.values())))
+    del prepared
+    gc.collect()
+    assert made() is None
+    assert type(solution.problem.hessian) is Hessian and solution.problem.hessian_NN is H
+
+
+def test_threads_make_each_thing_once(count):
+    prepared, barrier, found = qprecon.prepare(H, damping=0.01), threading.Barrier(4), []
+
+    def work(seed):
+        barrier.wait()
+        found.append(prepared.solve(W, np.random.default_rng(seed).random(W.shape) < 0.5, "pcg").optimal.all())
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4 and count == {"cholesky": 1, "prepare": ["pcg"]}
+
+
+def test_the_inverse_factor_has_the_bits_of_the_sweeps_own_arithmetic():
+    """float32 throughout, inputs in reversed order, λ a float32 product:
+    what SparseGPT and Thanos computed for themselves."""
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 80, generator=generator)
+    h = x.T @ x
+    h[3], h[:, 3] = 0.0, 0.0
+    for damping in (0.01, 0.013):
+        damped = h.clone()
+        damped.diagonal().add_(damping * h.diagonal().mean())
+        lower = torch.linalg.cholesky(damped.flip(0, 1))
+        expected = torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(80), upper=True)
+        assert torch.equal(qprecon.prepare(h).inverse_factor(damping), expected)
+    assert torch.equal(qprecon.prepare(0 * h).inverse_factor(0.01), torch.eye(80))
+
+
+def test_like_says_where_the_weights_will_be():
+    torch = pytest.importorskip("torch")
+    prepared = qprecon.prepare(H, damping=0.01, like=torch.zeros(1))
+    assert isinstance(prepared.hessian.hessian_NN, torch.Tensor) and isinstance(prepared.inverse_factor(), torch.Tensor)
+    assert prepared.n_inputs == 24 and prepared.damping == 0.01 and np.isclose(prepared.ridge, 0.01 * np.mean(np.diag(H)))
+    prepared.solve(torch.tensor(W), torch.tensor(MASK), "cholesky")
+    assert len(prepared._shared) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_audit_takes_weights_at_rounded_bounds(dtype):
+    """0.1 is no float32: a weight at the float32 next to it lies outside by rounding, and is certified all the same."""
+    prepared = qprecon.prepare(H, damping=0.01)
+    best = prepared.solve(W, MASK, "admm", lower=-0.1, upper=0.1, tol=1e-7)
+    candidate = best.weights.astype(dtype)
+    audit = prepared.audit(W, MASK, candidate, lower=-0.1, upper=0.1)
+    assert (np.abs(candidate.astype(np.float64)).max(0) > 0.1).any() or dtype == "float16"
+    assert (audit.violation == 0).all()
+    assert (audit.gap_bound >= audit.objective - best.objective).all()
+    assert audit.certified({"float32": 1e-6, "float16": 1e-2}[dtype]).all()
+    assert (prepared.audit(W, MASK, candidate * 1.01, lower=-0.1, upper=0.1).violation > 0).any()
+
+
+def test_an_audit_of_unsound_weights():
+    """NaN in one candidate column, or in W, takes only that column's certificate."""
+    prepared = qprecon.prepare(H, damping=0.01)
+    best, spoilt = prepared.solve(W, MASK, "cholesky"), W.copy()
+    candidate = best.weights.copy()
+    candidate[np.argmax(MASK[:, 2]), 2] = np.nan
+    spoilt[0, 4] = np.inf
+    with np.errstate(all="ignore"):
+        audit = prepared.audit(spoilt, MASK, candidate)
+    assert audit.certified(1e-4).tolist() == [True, True, False, True, False, True]
+    assert np.isinf(audit.gap_bound[[2, 4]]).all() and np.isinf(audit.relative_gap[[2, 4]]).all()
+
+
+def test_an_audit_goes_through_the_columns_in_parts(monkeypatch):
+    prepared = qprecon.prepare(H, damping=0.01)
+    best = prepared.solve(W, MASK, "cholesky", rhs=RHS)
+    whole = prepared.audit(W, MASK, best.weights, rhs=RHS, constant=(TARGET**2).sum(0))
+    monkeypatch.setattr(verdict_module, "automatic_width", lambda *_: 4)
+    parts = prepared.audit(W, MASK, best.weights, rhs=RHS, constant=(TARGET**2).sum(0))
+    for field in dataclasses.fields(whole):
+        np.testing.assert_allclose(getattr(parts, field.name), getattr(whole, field.name), rtol=1e-9, err_msg=field.name)
+    np.testing.assert_allclose(whole.stationarity, best.stationarity, rtol=1e-6, atol=1e-14)
+    empty = prepared.audit(W[:, :0], MASK[:, :0], W[:, :0])
+    assert empty.objective.shape == (0,)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 
 import qprecon
@@ -278,6 +279,14 @@ def test_mask_dtypes(kind: str) -> None:
     before = given["mask"].clone() if kind.startswith("torch.") else given["mask"].copy()
     np.testing.assert_array_equal(qprecon.solve(**given).weights, expected.weights)
     assert (given["mask"] == before).all()
+
+
+@pytest.mark.parametrize("convert", [scipy.sparse.csr_array, scipy.sparse.coo_matrix, lambda x: torch.from_numpy(x).to_sparse()])
+def test_sparse_masks(convert: Any) -> None:
+    """A sparse mask means the same as the dense one."""
+    given = FAMILIES["two_of_four"].build().arguments()
+    expected = qprecon.solve(**given)
+    np.testing.assert_array_equal(qprecon.solve(**given | {"mask": convert(given["mask"])}).weights, expected.weights)
 
 
 @pytest.mark.parametrize("kind", ["float16", "torch.float16", "torch.bfloat16", "jax.bfloat16", "int64"])

@@ -16,6 +16,8 @@ from tests.fuzz.exact import Exact, nearest, quadratic_gain
 from tests.fuzz.problems import Case
 from tests.fuzz.truth import Truth
 
+from . import cases
+
 UNBOUNDED = ("auto", "cholesky", "pcg", "admm")
 
 
@@ -57,10 +59,10 @@ def test_float32_sums_of_fewer_tokens_than_inputs(backend: str, damping: float, 
         assert np.median(loss(x_TN, w_NK, solution.weights) / start_K) < 1e-3, "and mostly far better"
 
 
-@pytest.mark.parametrize("large", [300.0, 1000.0])
-def test_one_large_channel_as_it_was_found(large: float) -> None:
-    """512 tokens, 1024 inputs, 32 columns, everything by default: once 32 OPTIMAL with gap 0, and up to 172 000 times the loss."""
-    x_TN = tokens((512, 1024), large)
+@pytest.mark.parametrize(("count", "large"), [(512, 300.0), (512, 1000.0), (256, 1.0)])
+def test_1024_inputs_as_they_were_found(count: int, large: float) -> None:
+    """32 columns, everything by default: once 32 OPTIMAL with gap 0 and up to 172 000 times the loss, or (256 tokens) refused."""
+    x_TN = tokens((count, 1024), large)
     w_NK, mask_NK = np.random.default_rng(1).standard_normal((1024, 32)).astype(np.float32), three_of_four(1024, 32)
     solution = qprecon.solve(x_TN.T @ x_TN, w_NK, mask_NK)
     assert not solution.optimal.any()
@@ -126,15 +128,17 @@ def test_hilbert(n: int, damping: float, backend: str) -> None:
 
 @pytest.mark.parametrize("power", [0, 10, 18, 30, -18, -30])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("backend", ["auto", "cholesky", "pcg", "admm", "adam"])
+@pytest.mark.parametrize("backend", ["auto", "cholesky", "pcg", "admm", "adam", "osqp", "mpax"])
 def test_any_units_of_h_with_an_rhs(power: int, dtype: str, backend: str) -> None:
     """H times a power of ten is the same problem: no warning, the same weights, all OPTIMAL where any is."""
+    if backend != "auto" and dtype not in cases.require(backend).capabilities.dtypes:
+        return
     rng = np.random.default_rng(0)
     x_TN, w_NK = rng.standard_normal((400, 24)), rng.standard_normal((24, 5)).astype(np.float32)
     h_NN, mask_NK = x_TN.T @ x_TN, rng.random((24, 5)) < 0.5
     rhs_NK = h_NN @ (w_NK + 0.1 * rng.standard_normal((24, 5)))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         found, expected = (
             qprecon.solve(
                 (h_NN * scale).astype(np.float32), w_NK, mask_NK, backend, rhs=(rhs_NK * scale).astype(np.float32),
@@ -206,3 +210,50 @@ def test_exact_values_are_exact() -> None:
     assert quadratic_gain(Exact.of(indefinite_behind(1e14)), Exact.of(np.zeros(4))) is None
     assert quadratic_gain(Exact.of(np.ones((3, 3))), Exact.of(np.ones(3))) == 1
     assert quadratic_gain(Exact.of(np.ones((3, 3))), Exact.of(np.arange(3.0))) is None
+
+
+def half_precision_gram(n: int = 128) -> torch.Tensor:
+    """A Gram matrix stored in bfloat16: dozens of its eigenvalues are negative."""
+    x_TN = np.random.default_rng(0).standard_normal((2 * n, n)).astype(np.float32)
+    x_TN += 3.0 * x_TN[:, :1]
+    return torch.from_numpy(x_TN.T @ x_TN).to(torch.bfloat16)
+
+
+def barely_indefinite(n: int = 24) -> np.ndarray:
+    """A Gram matrix with the smallest eigenvalue moved to −0.5."""
+    x_TN = np.random.default_rng(0).standard_normal((2 * n, n))
+    values_N, vectors_NN = np.linalg.eigh(x_TN.T @ x_TN / (2 * n))
+    values_N[0] = -0.5
+    h_NN = (vectors_NN * values_N) @ vectors_NN.T
+    return 0.5 * (h_NN + h_NN.T)
+
+
+@pytest.mark.parametrize("h", [half_precision_gram(), barely_indefinite(), torch.from_numpy(barely_indefinite())])
+@pytest.mark.parametrize("backend", ["auto", "cholesky", "admm"])
+def test_an_h_that_only_damping_makes_definite(h: Any, backend: str) -> None:
+    """Accepted and certified, and the solution says so; without damping it is refused."""
+    n = len(h)
+    rng = np.random.default_rng(1)
+    w_NK, mask_NK = rng.standard_normal((n, 3)), rng.random((n, 3)) < 0.5
+    solution = qprecon.solve(h, w_NK, mask_NK, backend, damping=0.6)
+    assert solution.optimal.all()
+    assert len(solution.notices) == 1 and "positive semidefinite" in solution.notices[0]
+    assert solution.notices[0] in solution.summary()
+    assert qprecon.prepare(h, damping=0.6).notices == solution.notices
+    with pytest.raises(ValueError, match="^H is clearly indefinite"):
+        qprecon.solve(h, w_NK, mask_NK, backend)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (64, 64), (500, 64)])
+@pytest.mark.parametrize("large", [1.0, 1e3])
+@pytest.mark.parametrize("dead", [False, True])
+def test_no_notice_of_a_gram_matrix(shape: tuple[int, int], large: float, dead: bool) -> None:
+    """Neither of float32 sums of few tokens, nor of large or silent channels, in any units."""
+    x_TN = tokens(shape, large)
+    x_TN[:, 5] *= not dead
+    for scale in (1.0, 1e-30, 1e25):
+        for h in ((x_TN.T @ x_TN) * np.float32(scale), (x_TN.astype(np.float64).T @ x_TN.astype(np.float64)) * scale):
+            assert qprecon.prepare(h, damping=0.01).notices == ()
+            assert qprecon.prepare(torch.from_numpy(h), damping=0.01).notices == ()
+    assert qprecon.prepare(np.zeros((3, 3)), damping=0.01).notices == ()
+    assert qprecon.prepare(np.array([[0.0, 1.0], [1.0, 5.0]]), damping=1.0).notices != ()

@@ -39,6 +39,7 @@ class Case:
     weights_NK: np.ndarray
     mask_NK: np.ndarray
     rhs_NK: np.ndarray | None = None
+    constant_K: np.ndarray | None = None
     lower: np.ndarray | None = None
     upper: np.ndarray | None = None
     damping: float = 0.0
@@ -67,7 +68,8 @@ class Case:
         k = self.weights_NK.shape[1]
         take = lambda x: x if x is None or x.ndim < 2 or x.shape[1] != k else x[:, j : j + 1]  # noqa: E731
         names = ("weights_NK", "mask_NK", "rhs_NK", "lower", "upper", "warm_start", "candidate_NK")
-        return dataclasses.replace(self, **{name: take(getattr(self, name)) for name in names})
+        constant_K = None if self.constant_K is None else self.constant_K[j : j + 1]
+        return dataclasses.replace(self, constant_K=constant_K, **{name: take(getattr(self, name)) for name in names})
 
 
 def make(seed: int, index: int, backends: tuple[str, ...] = tuple(SHARES)) -> Case:
@@ -80,15 +82,27 @@ def make(seed: int, index: int, backends: tuple[str, ...] = tuple(SHARES)) -> Ca
     hessian = _rescaled(rng, hessian)
     w_NK, w_dtype = _weights(rng, n, k)
     mask_NK = _mask(rng, hessian.hessian_NN, w_NK)
-    rhs_NK = _rhs(rng, hessian, w_NK)
+    rhs_NK, constant_K = _rhs(rng, hessian, w_NK), None
+    if hessian.tokens_TN is not None and rng.random() < 0.15:
+        rhs_NK, constant_K = _target(rng, hessian, w_NK)
     lower, upper = _bounds(rng, w_NK) if backend in BOUNDED and rng.random() < 0.3 else (None, None)
     kind = "torch" if w_dtype == "bfloat16" or rng.random() < 0.3 else "numpy"
     damping, tol = rng.choice(DAMPINGS, p=_DAMPING_SHARES), rng.choice(_TOLERANCES, p=_TOLERANCE_SHARES)
     case = Case(
-        name, hessian.hessian_NN, w_NK, mask_NK, rhs_NK, lower, upper, float(damping), float(tol), backend, None, kind, w_dtype,
-        str(hessian.hessian_NN.dtype), tokens_TN=hessian.tokens_TN, indefinite=hessian.indefinite,
+        name, hessian.hessian_NN, w_NK, mask_NK, rhs_NK, constant_K, lower, upper, float(damping), float(tol), backend, None,
+        kind, w_dtype, str(hessian.hessian_NN.dtype), tokens_TN=hessian.tokens_TN, indefinite=hessian.indefinite,
     )  # fmt: skip
-    return _settings(rng, case)
+    return _settings(rng, _half_precision(rng, case))
+
+
+def _half_precision(rng: np.random.Generator, case: Case) -> Case:
+    """H as torch's half-precision floats, where they hold it."""
+    for dtype in ("bfloat16", "float16"):
+        with np.errstate(over="ignore"):
+            same = np.array_equal(rounded(case.hessian_NN, dtype).astype(np.float64), case.hessian_NN.astype(np.float64))
+        if same and rng.random() < 0.5:
+            return dataclasses.replace(case, h_dtype=dtype, kind="torch")
+    return case
 
 
 def _shape(rng: np.random.Generator, backend: str) -> tuple[int, int]:
@@ -173,9 +187,22 @@ def _rhs(rng: np.random.Generator, hessian: hessians.Hessian, w_NK: np.ndarray) 
         b_NK = b_NK + float(rng.choice([1e-6, 1e-3, 0.1])) * (h_NN @ (noise_NN @ w64_NK))
     elif shape >= 0.85:
         b_NK = b_NK * rng.standard_normal(b_NK.shape) if shape < 0.97 else rng.standard_normal(b_NK.shape)
+    return _lower(b_NK, str(dtype))
+
+
+def _target(rng: np.random.Generator, hessian: hessians.Hessian, w_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """rhs and constant of a target that is the dense outputs, near them or somewhere else."""
+    x_TN = hessian.tokens_TN.astype(np.float64)
+    t_TK = x_TN @ w_NK.astype(np.float64)
+    t_TK = t_TK * (1.0 + float(rng.choice([0.0, 1e-6, 0.1, 1.0])) * rng.standard_normal(t_TK.shape))
+    return _lower(x_TN.T @ t_TK, str(hessian.hessian_NN.dtype)), (t_TK**2).sum(0)
+
+
+def _lower(x: np.ndarray, dtype: str) -> np.ndarray:
+    """``x`` in a dtype if that can hold it."""
     with np.errstate(over="ignore"):
-        low_NK = b_NK.astype(dtype)
-    return low_NK if np.isfinite(low_NK).all() else b_NK
+        low = x.astype(dtype)
+    return low if np.isfinite(low).all() else x
 
 
 def _bounds(rng: np.random.Generator, w_NK: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -236,16 +263,14 @@ def _candidate(rng: np.random.Generator, case: Case) -> np.ndarray:
     if shape > 0.4:
         with np.errstate(under="ignore"):
             out_NK = out_NK * (1.0 + 10.0 ** -float(rng.integers(1, 16)) * rng.standard_normal(out_NK.shape))
-    dtype = "float32" if rng.random() < 0.4 else "float64"
-    with np.errstate(over="ignore"):
-        low_NK = out_NK.astype(dtype)
-    out_NK = low_NK if np.isfinite(low_NK).all() else np.nan_to_num(out_NK, posinf=0.0, neginf=0.0)
+    dtype = "float32" if rng.random() < 0.4 and not case.has_bounds else "float64"
+    out_NK = _lower(out_NK, dtype)
+    out_NK = out_NK if np.isfinite(out_NK).all() else np.nan_to_num(out_NK, posinf=0.0, neginf=0.0)
     return feasible(case, out_NK)
 
 
 def feasible(case: Case, x_NK: np.ndarray) -> np.ndarray:
-    """The nearest point that the mask and the bounds allow, the bounds rounded to the dtype of ``x``."""
-    lower, upper = (None if bound is None else bound.astype(x_NK.dtype) for bound in (case.lower, case.upper))
+    """The nearest point that the mask and the bounds allow."""
     if case.has_bounds:
-        x_NK = np.clip(x_NK, lower, upper)
+        x_NK = np.clip(x_NK, case.lower, case.upper)
     return np.where(case.mask_NK, x_NK, np.zeros((), x_NK.dtype))

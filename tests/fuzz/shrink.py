@@ -13,7 +13,7 @@ from .problems import Case
 
 _RUNS = 400
 _PLAIN: tuple[dict[str, Any], ...] = (
-    {"kind": "numpy", "w_dtype": "float32"},
+    {"kind": "numpy", "w_dtype": "float32", "h_dtype": "float32"},
     {"kind": "numpy"},
     {"max_iterations": None},
     {"warm_start": None},
@@ -21,7 +21,8 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"lower": None, "upper": None},
     {"lower": None},
     {"upper": None},
-    {"rhs_NK": None},
+    {"constant_K": None},
+    {"rhs_NK": None, "constant_K": None},
     {"damping": 0.0},
     {"tol": 1e-4},
     {"tokens_TN": None},
@@ -111,12 +112,13 @@ def _fewer_digits(case: Case) -> Iterator[Case]:
 def lines_of(case: Case) -> str:
     """The case as numpy code that can be pasted; the weights in half precision come as float32, with the same values."""
     arrays = {"H": case.hessian_NN, "W": case.weights_NK, "mask": case.mask_NK, "rhs": case.rhs_NK, "lower": case.lower}
+    arrays |= {"constant": case.constant_K}
     arrays |= {"upper": case.upper, "warm_start": case.warm_start, "candidate": case.candidate_NK}
     lines = ["import numpy as np, qprecon"]
     lines += [f"{name} = {_literal(x)}" for name, x in arrays.items() if x is not None]
     if case.kind == "torch":
         lines.append("import torch; H, W, mask = (torch.from_numpy(x) for x in (H, W, mask))")
-    given = [f"{name}={name}" for name in ("rhs", "lower", "upper", "warm_start") if arrays[name] is not None]
+    given = [f"{name}={name}" for name in ("rhs", "constant", "lower", "upper", "warm_start") if arrays[name] is not None]
     if case.backend == "audit":
         lines.append(f"found = qprecon.prepare(H, damping={case.damping!r}).audit({', '.join(['W', 'mask', 'candidate', *given])})")
         return "\n".join([*lines, "print(found.objective, found.gap_bound)"])

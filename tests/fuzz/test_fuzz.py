@@ -39,7 +39,7 @@ def test_the_slow_backends(backend: str) -> None:
     """A handful through each that is installed; the campaign has more."""
     if backend not in installed():
         pytest.skip(f"{backend} is not installed")
-    for index in range(6):
+    for index in range(3):
         outcome = run(make(SEED, index, (backend,)))
         assert not outcome.faults, (index, outcome.faults)
 

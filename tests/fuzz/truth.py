@@ -46,7 +46,9 @@ class Truth:
         if case.rhs_NK is not None:
             b_NK = Exact.of(case.rhs_NK)
             self.g_NK = b_NK - Exact.of(self.hessian_NN) @ self.w_NK
-            self.constant_K = [-x for x in _column_totals(self.w_NK * (b_NK + self.g_NK))]
+            given_K = np.zeros(case.weights_NK.shape[1]) if case.constant_K is None else case.constant_K
+            dense_K = _column_totals(self.w_NK * (b_NK + self.g_NK))
+            self.constant_K = [Fraction(float(given)) - dense for given, dense in zip(given_K, dense_K, strict=True)]
         shape = case.weights_NK.shape
         limits = []
         for bound, infinite in ((case.lower, -np.inf), (case.upper, np.inf)):
@@ -100,6 +102,7 @@ class Truth:
         if self.case.rhs_NK is not None:
             g_N = np.abs(self.case.rhs_NK[:, j].astype(np.float64)) + size_NN @ w_N
             total += float(2.0 * delta_N @ g_N + 2.0 * w_N @ g_N)
+            total += 0.0 if self.case.constant_K is None else float(self.case.constant_K[j])
         return total
 
     def scale(self, j: int) -> float:

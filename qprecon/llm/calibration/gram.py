@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from qprecon.halves import has_fast_halves
 from qprecon.llm.calibration.capture import BlockInputs
 from qprecon.llm.calibration.memory import stored
 from qprecon.llm.model.experts import ExpertInputs, eager_experts
@@ -20,13 +21,9 @@ from qprecon.llm.model.linears import LinearView
 
 Observe = Callable[[LinearView, torch.Tensor], None]
 
-
 BATCH_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs as much as the product
 _TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each unit of an H100
 PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
-
-# torch.mm(…, out_dtype=) came with torch 2.8, for CUDA only.
-WIDE_PRODUCT = "dtype_out" in torch.ops.aten.mm.overloads() or "dtype" in torch.ops.aten.mm.overloads()
 
 
 @dataclass
@@ -62,7 +59,7 @@ class Gram:
 
     def accumulate(self, x_TN: torch.Tensor) -> None:
         """One product, of the upper panels only where H is large."""
-        wide = x_TN.dtype in (torch.float16, torch.bfloat16) and WIDE_PRODUCT and x_TN.is_cuda
+        wide = x_TN.dtype in (torch.float16, torch.bfloat16) and has_fast_halves(x_TN)
         x_TN = x_TN if wide else x_TN.float()
         for rows in self._panels():
             part_NN, left_TN, right_TN = self.hessian_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]

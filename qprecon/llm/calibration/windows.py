@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from qprecon._options import is_whole
 from qprecon.llm.calibration.encodings import encoded_rows, is_encoded, token_rows
 from qprecon.llm.calibration.texts import is_source_name, load_texts
+from qprecon.options import is_whole
 
 DEFAULT_SEQLEN = 2048
 _TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens than a model of bytes has

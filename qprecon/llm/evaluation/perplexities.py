@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from qprecon._options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
 from qprecon.llm.model.devices import computing_on
@@ -19,6 +18,7 @@ from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_causal_lm, load_config
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
+from qprecon.options import is_whole
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
 _CHUNK_ENTRIES = 1 << 24

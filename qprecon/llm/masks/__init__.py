@@ -16,12 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qprecon import plugins
-from qprecon._options import made_options
 from qprecon.errors import PluginBrokenError
+from qprecon.options import made_options
 
 if TYPE_CHECKING:
     import torch
 
+    from qprecon import PreparedHessian
     from qprecon.llm.masks.patterns import Pattern
 
 
@@ -31,12 +32,14 @@ class LayerData:
 
     weights_NK: floating (N, K). hessian_NN: the undamped sum over tokens XᵀX, (N, N), or None for selectors that
     don't need it. n_samples: how many tokens went into it (for messages; no selector depends on the scale of H).
+    prepared: the same H prepared, where layers share it, so that a factor is made once for all of them.
     """
 
     name: str
     weights_NK: torch.Tensor
     hessian_NN: torch.Tensor | None = None
     n_samples: int = 0
+    prepared: PreparedHessian | None = None
 
 
 @dataclass(frozen=True)

@@ -147,22 +147,27 @@ def select_mask(score_NK: torch.Tensor, pattern: Pattern, group: str = "output")
 
 
 def lowest(score: torch.Tensor, k: int) -> torch.Tensor:
-    """True at the k lowest along the first dimension, of equal ones the earlier. No NaN check, no host sync."""
+    """True at the k lowest along the first dimension, of equal ones the earlier. No NaN check.
+
+    Waits for the device only with a vector of `order.LONG` scores or more.
+    """
     import torch
+
+    from qprecon.llm.masks import order
 
     n = score.shape[0]
     if k <= 0 or k >= n:
         return torch.full_like(score, k > 0, dtype=torch.bool)
-    if score.ndim == 1:
-        # kthvalue gives a single block to one long vector on CUDA; topk uses the whole card.
-        threshold = score.topk(k, largest=False, sorted=False).values.max()
-    else:
-        threshold = score.T.contiguous().kthvalue(k, dim=1).values
+    threshold = order.kth_smallest(score, k)
+    if order.may_wait(score):
+        pruned = score <= threshold
+        if bool((pruned.sum(0) == k).all()):  # no ties to break
+            return pruned
     below = score < threshold
     equal = score == threshold
     # A 1-d cumsum in int32 is exact below 2**31 entries, far above any layer's size.
-    order = equal.cumsum(0, dtype=torch.int32)
-    return below | (equal & (order <= k - below.sum(0, dtype=torch.int32)))
+    place = equal.cumsum(0, dtype=torch.int32)
+    return below | (equal & (place <= k - below.sum(0, dtype=torch.int32)))
 
 
 def lowest_of_m(score_NK: torch.Tensor, pattern: Pattern) -> torch.Tensor:

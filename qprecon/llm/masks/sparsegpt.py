@@ -17,14 +17,15 @@ Departures from the original program, each deliberate:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from qprecon._options import is_whole
+from qprecon import sweep
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
+from qprecon.llm.masks.sweep import check_block_size, check_damping, prune_in_blocks
 
 
 @dataclass(frozen=True)
@@ -45,99 +46,41 @@ def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     ValueError: non-finite weights or Hessian, one that isn't positive definite even with the damping, an N:M that doesn't divide
     the inputs.
     """
-    block_size = options.block_size
-    weights_NK = starting_weights(layer, pattern)
     dead_N = undamped_diagonal(layer) == 0
-    factor_NN = inverse_factor(layer, options.damping)
-    N, K = weights_NK.shape
-    step = block_size if not pattern.is_nm else max(1, block_size // pattern.of) * pattern.of
-    pruned_NK = torch.zeros_like(weights_NK, dtype=torch.bool)
-    for begin in range(0, N, step):
-        end = min(begin + step, N)
-        # Floors of the running total, so that the remainders of the blocks aren't lost.
-        quota = pattern.pruned_per_group(end * K) - pattern.pruned_per_group(begin * K)
-        block_BK = weights_NK[begin:end]
-        factor_BB = factor_NN[begin:end, begin:end]
-        pruned_BK, errors_BK = _sweep(block_BK, factor_BB, dead_N[begin:end], pattern, quota)
-        pruned_NK[begin:end] = pruned_BK
-        weights_NK[end:].addmm_(factor_NN[begin:end, end:].T, errors_BK, alpha=-1)
-    return Selection(~pruned_NK, weights_NK.masked_fill_(pruned_NK, 0))
+    return prune_in_blocks(layer, pattern, options.block_size, options.damping, partial(_prune, dead_N, pattern))
 
 
-def _sweep(
-    block_BK: torch.Tensor, factor_BB: torch.Tensor, dead_B: torch.Tensor, pattern: Pattern, quota: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prune and repair within one block, in place. Returns what was pruned and the errors w_i / U_ii, both (B, K).
-
-    Nothing in here waits for the device: two kernels an input, and a few more at the start of a group for N:M.
-    """
-    diagonal_B1 = factor_BB.diagonal().unsqueeze(1)
+def _prune(
+    dead_N: torch.Tensor, pattern: Pattern, weights_NK: torch.Tensor, factor_NN: torch.Tensor, blocks: list[slice]
+) -> torch.Tensor:
+    """Prune and repair, in place. Nothing in here waits for the device: two kernels an input, a few more a block or a group."""
+    pruned_NK, K = torch.zeros_like(weights_NK, dtype=torch.bool), weights_NK.shape[1]
+    diagonal_N1 = factor_NN.diagonal().unsqueeze(1)
     # The reciprocal cost factor; 0 for dead inputs, whose weights must go first whatever their size.
-    scale_B1 = diagonal_B1.reciprocal().masked_fill(dead_B.unsqueeze(1), 0)
-    if pattern.is_nm:
-        pruned_BK = torch.zeros_like(block_BK, dtype=torch.bool)
-        divisor_BK = torch.zeros_like(block_BK)
-    else:
-        score_BK = (block_BK * scale_B1).square_()
-        pruned_BK = lowest(score_BK.view(-1), quota).view_as(block_BK)
-        divisor_BK = pruned_BK / diagonal_B1
-    errors_BK = torch.empty_like(block_BK)
-    for i in range(block_BK.shape[0]):
-        if pattern.is_nm and i % pattern.of == 0:
-            group = slice(i, i + pattern.of)
-            pruned_BK[group] = lowest_of_m((block_BK[group] * scale_B1[group]).square_(), pattern)
-            divisor_BK[group] = pruned_BK[group] / diagonal_B1[group]
-        torch.mul(block_BK[i], divisor_BK[i], out=errors_BK[i])
-        block_BK[i + 1 :].addr_(factor_BB[i, i + 1 :], errors_BK[i], alpha=-1)
-    return pruned_BK, errors_BK
+    scale_N1 = diagonal_N1.reciprocal().masked_fill(dead_N.unsqueeze(1), 0)
 
+    def begin(block: slice) -> sweep.Error:
+        divisor_BK = torch.zeros_like(weights_NK[block])
 
-def check_block_size(block_size: int) -> None:
-    if not is_whole(block_size) or block_size < 1:
-        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
+        def choose(first: int, count: int) -> None:
+            inputs, here = slice(block.start + first, block.start + first + count), slice(first, first + count)
+            score_CK = (weights_NK[inputs] * scale_N1[inputs]).square_()
+            if pattern.is_nm:
+                pruned_NK[inputs] = lowest_of_m(score_CK, pattern)
+            else:
+                # Floors of the running total, so that the remainders of the blocks aren't lost.
+                quota = pattern.pruned_per_group(inputs.stop * K) - pattern.pruned_per_group(inputs.start * K)
+                pruned_NK[inputs] = lowest(score_CK.view(-1), quota).view_as(score_CK)
+            torch.div(pruned_NK[inputs], diagonal_N1[inputs], out=divisor_BK[here])
 
+        def error(row_K: torch.Tensor, i: int) -> torch.Tensor:
+            if pattern.is_nm and i % pattern.of == 0:
+                choose(i, pattern.of)
+            return row_K * divisor_BK[i]
 
-def check_damping(damping: float) -> None:
-    if not 0 <= damping < math.inf:
-        raise ValueError(f"damping must be finite and not negative, got {damping!r}")
+        if not pattern.is_nm:
+            choose(0, len(divisor_BK))
+        return error
 
-
-def starting_weights(layer: LayerData, pattern: Pattern) -> torch.Tensor:
-    """A contiguous float32 copy (N, K) of the weights, after the checks that the sweeping selectors share."""
-    pattern.check(layer.weights_NK.shape[0], layer.name)
-    weights_NK = layer.weights_NK.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if not bool(weights_NK.isfinite().all()):
-        raise ValueError(f"layer {layer.name!r}: the weights have NaN or infinite entries")
-    return weights_NK
-
-
-def damped_hessian(layer: LayerData, damping: float) -> torch.Tensor:
-    """H + λI, float32 (N, N), a new tensor, with λ = damping * mean(diag H)."""
-    mean = undamped_diagonal(layer).mean()
-    damped_NN = layer.hessian_NN.detach().to(torch.float32, copy=True)
-    # With H = 0 any positive number does: nothing is known, so nothing gets repaired.
-    damped_NN.diagonal().add_(torch.where(mean > 0, float(damping) * mean, 1.0))
-    return damped_NN
-
-
-def checked_cholesky(matrix_NN: torch.Tensor, layer: LayerData, damping: float) -> torch.Tensor:
-    """The lower Cholesky factor; ValueError, naming the layer and a remedy, if there is none."""
-    lower_NN, failed = torch.linalg.cholesky_ex(matrix_NN)
-    if int(failed) or not bool(lower_NN.diagonal().isfinite().all()):
-        raise ValueError(
-            f"layer {layer.name!r}: the Hessian is not positive definite with damping {damping:g} "
-            f"(from {layer.n_samples} tokens for {len(matrix_NN)} inputs); pass a larger damping, for instance "
-            f"{max(10 * damping, 0.01):g}, or more calibration tokens"
-        )
-    return lower_NN
-
-
-def inverse_factor(layer: LayerData, damping: float) -> torch.Tensor:
-    """U, upper triangular float32 (N, N), with UᵀU = (H + λI)⁻¹ and λ = damping * mean(diag H).
-
-    For every i, U[i:, i:]ᵀ U[i:, i:] is the inverse of the trailing block (H + λI)[i:, i:]. One factorisation: with
-    the order of the inputs reversed, H = RRᵀ (R upper) and U = R⁻¹.
-    """
-    lower_NN = checked_cholesky(damped_hessian(layer, damping).flip(0, 1), layer, damping)
-    identity_NN = torch.eye(len(lower_NN), dtype=lower_NN.dtype, device=lower_NN.device)
-    return torch.linalg.solve_triangular(lower_NN.flip(0, 1), identity_NN, upper=True)
+    sweep.sweep(weights_NK, factor_NN, blocks, begin)
+    return pruned_NK

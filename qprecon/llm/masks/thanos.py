@@ -7,7 +7,7 @@ so far. Unstructured: of all remaining inputs and all outputs the r lowest are m
 floor(s*N*K), and those that fall in the block go; the last block takes exactly the rest. N:M: the
 M - N lowest of each group, the whole block scored at its start.
 
-With U from `sparsegpt.inverse_factor`, G[block, :] = U[block, block]ᵀ U[block, b:], one product for all outputs.
+With U the inverse factor, G[block, :] = U[block, block]ᵀ U[block, b:], one product for all outputs.
 
 The block size defaults to 512, what the authors' main program passes; a layer of up to 512 inputs is then repaired
 to its damped optimum. Departures from the original program, each deliberate:
@@ -20,12 +20,13 @@ to its damped optimum. Departures from the original program, each deliberate:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
-from qprecon.llm.masks.sparsegpt import check_block_size, check_damping, inverse_factor, starting_weights
+from qprecon.llm.masks.sweep import check_block_size, check_damping, prune_in_blocks
 
 # Elements of a batch of small systems; their factors take as much again. 0.5 GB fills a GPU, a CPU wants to stay small.
 _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
@@ -51,27 +52,29 @@ def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask and Thanos's own weights, float32 (N, K). ValueError as for `sparsegpt`, and for outlier rows without an N:M pattern."""
     if options.outlier_rows and not pattern.is_nm:
         raise ValueError("outlier_rows applies to N:M patterns only")
-    block_size = options.block_size
-    weights_NK = starting_weights(layer, pattern)
-    diagonal_N = undamped_diagonal(layer)
-    factor_NN = inverse_factor(layer, options.damping)
-    dense_K = _outlier_outputs(weights_NK, diagonal_N, options.outlier_rows)
-    N, K = weights_NK.shape
-    step = block_size if not pattern.is_nm else max(1, block_size // pattern.of) * pattern.of
-    left = pattern.pruned_per_group(N * K)
+    diagonal_N, share = undamped_diagonal(layer), options.outlier_rows
+    return prune_in_blocks(layer, pattern, options.block_size, options.damping, partial(_prune, diagonal_N, pattern, share))
+
+
+def _prune(
+    diagonal_N: torch.Tensor, pattern: Pattern, share: float, weights_NK: torch.Tensor, factor_NN: torch.Tensor,
+    blocks: list[slice],
+) -> torch.Tensor:  # fmt: skip
+    """Prune and repair block by block, in place."""
+    dense_K = _outlier_outputs(weights_NK, diagonal_N, share)
+    left = pattern.pruned_per_group(weights_NK.numel())
     pruned_NK = torch.zeros_like(weights_NK, dtype=torch.bool)
-    for begin in range(0, N, step):
-        end = min(begin + step, N)
+    for block in blocks:
         if pattern.is_nm:
-            score_BK = weights_NK[begin:end].abs() * diagonal_N[begin:end, None].sqrt()
+            score_BK = weights_NK[block].abs() * diagonal_N[block, None].sqrt()
             pruned_BK = lowest_of_m(score_BK, pattern) & ~dense_K
         else:
-            score_RK = weights_NK[begin:].abs() * diagonal_N[begin:, None].sqrt()
-            pruned_BK = lowest(score_RK.view(-1), left).view_as(score_RK)[: end - begin]
+            score_RK = weights_NK[block.start :].abs() * diagonal_N[block.start :, None].sqrt()
+            pruned_BK = lowest(score_RK.view(-1), left).view_as(score_RK)[: block.stop - block.start]
             left -= int(pruned_BK.sum())
-        pruned_NK[begin:end] = pruned_BK
-        _repair(weights_NK[begin:], pruned_BK, factor_NN[begin:end, begin:])
-    return Selection(~pruned_NK, weights_NK.masked_fill_(pruned_NK, 0))
+        pruned_NK[block] = pruned_BK
+        _repair(weights_NK[block.start :], pruned_BK, factor_NN[block, block.start :])
+    return pruned_NK
 
 
 def _outlier_outputs(weights_NK: torch.Tensor, diagonal_N: torch.Tensor, share: float) -> torch.Tensor:

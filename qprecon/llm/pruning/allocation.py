@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from qprecon._options import is_number
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
@@ -30,6 +29,7 @@ from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
+from qprecon.options import is_number
 
 
 @dataclass(frozen=True)

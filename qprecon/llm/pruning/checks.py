@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import qprecon
-from qprecon._options import is_number
 from qprecon.llm.masks import LayerData, Selector, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
+from qprecon.options import is_number
 
 
 def check_choices(method: Method, device: torch.device) -> None:
@@ -97,7 +97,7 @@ def _check_learnable(method: Method, plan: Plan) -> None:
         raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
 
 
-_SET_HERE = ("H", "W", "mask", "backend", "rhs", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
+_SET_HERE = ("H", "W", "mask", "backend", "rhs", "constant", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
 
 
 def _check_solve_options(method: Method) -> None:

@@ -165,7 +165,7 @@ def _prune_blocks(
                         grams = with_room(inputs, log.note, block.name, collect)
                 if index >= source.finished:
                     drafts = []
-                    for group in grouped(layers, grams, method):
+                    for group in grouped(layers, grams):
                         drafts += prune_group(group, grams, method)
                         log.step(block.name, len(group), layer=group[-1].view.name)
                     rows += (new := finished_rows(drafts))

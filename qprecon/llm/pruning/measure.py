@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qprecon.llm.calibration.gram import WIDE_PRODUCT
+from qprecon.halves import has_fast_halves
+from qprecon.linalg import bfloat16_parts
 from qprecon.llm.masks.packed import pack
 from qprecon.llm.reporting.report import LayerRow
 
@@ -68,7 +69,7 @@ class Draft:
 
 def draft_rows(
     layers: Sequence[LayerPlan],
-    hessian_NN: torch.Tensor,
+    prepared: qprecon.PreparedHessian,
     tokens: int,
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     solution: qprecon.Solution | None,
@@ -77,9 +78,9 @@ def draft_rows(
 ) -> list[Draft]:
     """A draft for each layer of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
     dense_NK, mask_NK, new_NK, stored_NK = matrices
-    energy = Energy(hessian_NN)
+    energy = Energy(prepared.hessian.hessian_NN)
     narrow = all(layer.view.parameter.dtype == torch.bfloat16 for layer in layers)
-    figures = [energy(dense_NK, narrow), *_energies(energy, matrices, solution, method)]
+    figures = [energy(dense_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
@@ -126,7 +127,7 @@ def _row(draft: Draft, figures: list[float]) -> LayerRow:
 
 
 def _energies(
-    energy: Energy, matrices: tuple[torch.Tensor, ...], solution: qprecon.Solution | None, method: Method
+    energy: Energy, ridge: float, matrices: tuple[torch.Tensor, ...], solution: qprecon.Solution | None, method: Method
 ) -> list[torch.Tensor]:
     """Per column tr(DᵀHD) of the masked, the new and the stored weights, (K,), undamped; a product only where one is needed.
 
@@ -137,7 +138,6 @@ def _energies(
         new_K = energy(new_NK - dense_NK)
         masked_K = energy(dense_NK * mask_NK - dense_NK) if method.update == "own" else new_K  # otherwise they are the same
     else:
-        ridge = method.damping * energy.hessian_NN.diagonal().mean(dtype=torch.float64)
         undamped = lambda f, d_NK: torch.as_tensor(f, device=d_NK.device) - ridge * d_NK.square().sum(0, dtype=torch.float64)  # noqa: E731
         bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
         masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
@@ -155,7 +155,7 @@ class Energy:
 
     def __init__(self, hessian_NN: torch.Tensor):
         self.hessian_NN = hessian_NN
-        self.halves = _halves(hessian_NN) if hessian_NN.is_cuda and WIDE_PRODUCT else None
+        self.halves = tuple(bfloat16_parts(hessian_NN, 2)) if has_fast_halves(hessian_NN) else None
 
     def __call__(self, d_NK: torch.Tensor, narrow: bool = False) -> torch.Tensor:
         """`narrow`: whether D is exact in bfloat16."""
@@ -167,14 +167,9 @@ class Energy:
         if self.halves is None:
             return self.hessian_NN @ d_NK
         multiply = lambda a, b: torch.mm(a, b, out_dtype=torch.float32)  # noqa: E731
-        (high_NN, low_NN), (high_NK, low_NK) = self.halves, _halves(d_NK)
+        (high_NN, low_NN), (high_NK, low_NK) = self.halves, bfloat16_parts(d_NK, 2)
         product_NK = multiply(high_NN, high_NK).add_(multiply(low_NN, high_NK))
         return product_NK if narrow else product_NK.add_(multiply(high_NN, low_NK))
-
-
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    high = x.bfloat16()
-    return high, (x - high.float()).bfloat16()
 
 
 def _solver_facts(solution: qprecon.Solution | None, columns: slice, tol: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from qprecon.llm.reporting.outcome import versions
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, open_shards, skeleton
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import partial_folder
+from qprecon.llm.storage.output import check_apart, partial_folder
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -45,10 +45,7 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log:
     if isinstance(model, str | Path):
         if out is None:
             raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
-        if Path(model).expanduser().resolve() == Path(out).expanduser().resolve():
-            raise ValueError(f"out is the model's own folder, {out}; choose another")
-        if Path(model).expanduser().resolve() in Path(out).expanduser().resolve().parents and Path(model).is_dir():
-            raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
+        check_apart(model, out)
         try:
             if get_selector(mask).model_level:
                 raise NotStreamable(f"mask {mask!r} is learned on the whole model")

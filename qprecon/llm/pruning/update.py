@@ -1,7 +1,7 @@
 """The linear layers that share a Gram matrix: choose their masks, rebuild the kept weights in one solve, store them.
 
 Shapes: N inputs, K outputs. W and masks are (N, K), H is (N, N). Layers with the same H (q, k, v; gate, up) stand side by side
-as columns, so that what depends on H only (its factor, the preconditioner's sketch) is computed once for all of them.
+as columns and share one prepared H, so that what depends on H only (factors, the preconditioner's sketch) is made once for all.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from qprecon.llm.pruning.method import Method
 if TYPE_CHECKING:
     from qprecon.llm.pruning.plan import LayerPlan
 
-def grouped(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[list[LayerPlan]]:
-    """`layers` in groups that are solved together: those that share H if the update is "optimal", else one by one."""
+
+def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPlan]]:
+    """`layers` in groups that are pruned together: those that share H. An expert without a token is a group of its own."""
     groups: dict[Any, list[LayerPlan]] = {}
     for layer in layers:
-        gram = grams.by_name.get(layer.view.name) if method.update == "optimal" else None
+        gram = grams.by_name.get(layer.view.name)
         groups.setdefault(layer.view.name if gram is None else id(gram), []).append(layer)
     return list(groups.values())
 
@@ -36,29 +37,33 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
     """Prune the layers of one group in place (the paper's Algorithm 1, inner loop); their rows, still to be fetched."""
     clock = [time.perf_counter()]
     views = [layer.view for layer in layers]
-    hessian_NN, tokens = grams.hessian(views[0]), grams.tokens(views[0])
-    dense_NK, selection, note = choose_masks(layers, hessian_NN, tokens, method)
+    prepared, tokens = qprecon.prepare(grams.hessian(views[0]), damping=method.damping), grams.tokens(views[0])
+    dense_NK, selection, note = choose_masks(layers, prepared, tokens, method)
+    prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
-    new_NK, solution = rebuild(dense_NK, hessian_NN, selection, method, idle=tokens == 0)
+    new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
+    prepared.release()
     for view, columns in parts(views):
         view.write(new_NK[:, columns])
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
     exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
     stored_NK = new_NK if exact else _beside([view.weights_NK() for view in views])
-    drafts = draft_rows(layers, hessian_NN, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
+    drafts = draft_rows(layers, prepared, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]
 
 
 def choose_masks(
-    layers: Sequence[LayerPlan], hessian_NN: torch.Tensor, tokens: int, method: Method
+    layers: Sequence[LayerPlan], prepared: qprecon.PreparedHessian, tokens: int, method: Method
 ) -> tuple[torch.Tensor, Selection, str]:
     """Dense weights and selection of all layers side by side, and a note where another rule had to be taken."""
     weights = [layer.view.weights_NK() for layer in layers]
-    data = [LayerData(layer.view.name, part, hessian_NN, tokens) for layer, part in zip(layers, weights, strict=True)]
-    chosen = [choose_mask(item, layer.pattern, method) for item, layer in zip(data, layers, strict=True)]
+    chosen = []
+    for layer, part in zip(layers, weights, strict=True):
+        data = LayerData(layer.view.name, part, prepared.hessian.hessian_NN, tokens, prepared)
+        chosen.append(choose_mask(data, layer.pattern, method))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
     return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]
@@ -78,7 +83,7 @@ def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Sel
 
 
 def rebuild(
-    weights_NK: torch.Tensor, hessian_NN: torch.Tensor, selection: Selection, method: Method, *, idle: bool = False
+    weights_NK: torch.Tensor, prepared: qprecon.PreparedHessian, selection: Selection, method: Method, *, idle: bool = False
 ) -> tuple[torch.Tensor, qprecon.Solution | None]:
     """New weights (N, K), float32, 0 where pruned, and the solution that they come from, if one was computed.
 
@@ -92,12 +97,10 @@ def rebuild(
         return _clipped(weights_NK, method) * selection.mask_NK, None
     if method.update == "own":
         return selection.weights_NK, None
-    solution = qprecon.solve(
-        hessian_NN,
+    solution = prepared.solve(
         weights_NK,
         selection.mask_NK,
         method.backend,
-        damping=method.damping,
         tol=method.tol,
         warm_start=selection.weights_NK,
         **method.solve_options,

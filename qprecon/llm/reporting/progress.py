@@ -20,12 +20,14 @@ CONTINUING = "continuing"  # the stage of a run that takes up an earlier one
 class Step(Protocol):
     """`step(stage, advance)`: `advance` units are done since the last call, the newest of them `layer`.
 
-    blocks: how many blocks are finished since then; errors: the reconstruction errors that are known since then.
+    blocks: how many blocks are finished since then; errors: the reconstruction errors that are known since then; loss: the newest
+    one of a training, if it is known anew.
     """
 
     def __call__(
-        self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = ()
-    ) -> None: ...
+        self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = (),
+        loss: float | None = None,
+    ) -> None: ...  # fmt: skip
 
 
 def progress_mode(progress: bool | str) -> str:
@@ -86,16 +88,19 @@ class _State:
     fresh: int = 0  # done in this process: units that an earlier run did tell nothing of the time left
     blocks_done: int = 0
     errors: list[float] = field(default_factory=list)
+    loss: float | None = None
     started: float = field(default_factory=time.monotonic)
 
     def took(
-        self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = ()
-    ) -> dict[str, Any]:
+        self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = (),
+        loss: float | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Count a step; -> the facts, ready for a line of JSON."""
         self.done += advance
         self.fresh += advance if stage != CONTINUING else 0
         self.blocks_done += blocks
         self.errors += errors
+        self.loss = self.loss if loss is None else loss
         seconds = time.monotonic() - self.started
         left = seconds / self.fresh * (self.total - self.done) if self.fresh else None
         facts = {"stage": stage, "layer": layer, "done": self.done, "total": self.total}
@@ -103,6 +108,8 @@ class _State:
             facts |= {"blocks_done": self.blocks_done, "blocks": self.blocks}
         facts |= {"seconds": round(seconds, 3), "seconds_left": None if left is None else round(left, 3)}
         facts["mean_error"] = sum(self.errors) / len(self.errors) if self.errors else None
+        if self.loss is not None:
+            facts["loss"] = self.loss
         facts["gpu_gib"] = _gpu_gib()
         return facts
 
@@ -150,6 +157,7 @@ def _news(facts: dict[str, Any]) -> str:
     """What stands behind the bar: blocks, error and memory, as far as there are any."""
     parts = [f"block {facts['blocks_done']}/{facts['blocks']}"] if "blocks" in facts else []
     parts += [f"error {facts['mean_error']:.3g}"] if facts["mean_error"] is not None else []
+    parts += [f"loss {facts['loss']:.4g}"] if "loss" in facts else []
     parts += [f"{facts['gpu_gib']:.1f} GiB"] if facts["gpu_gib"] is not None else []
     return ", ".join(parts)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from qprecon.llm.reporting.reading import read_json, validated
 
-REPORT_NAME = "qprecon_report.json"
+REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
 FORMAT = 1
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qprecon._options import check_values
+from qprecon.options import check_values
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def flag_of(name: str, known: Option) -> str:
     return known.flag or "--" + name.replace("_", "-")
 
 
-def check_options(values: Any, kind: type) -> None:
-    """ValueError for a value of the dataclass `kind` that is of the wrong type, no choice, or too small."""
+def check_options(values: Any, kind: type, what: str = "recipe") -> None:
+    """ValueError for a value of the dataclass `kind`, called `what`, that is of the wrong type, no choice, or too small."""
     for each, known in options(kind):
         value = getattr(values, each.name)
         if value != each.default:
-            check_values("recipe", {each.name: value}, kind)
+            check_values(what, {each.name: value}, kind)
         if known.choices and not isinstance(value, bool) and value not in known.choices:
             hint = nearest(str(value), known.choices)
             raise ValueError(f"{each.name} must be one of {', '.join(known.choices)}, got {value!r}{hint}")

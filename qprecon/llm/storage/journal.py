@@ -20,6 +20,7 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 PROGRESS = "qprecon_progress"
+STATE = "state"  # the entry of how far a recovery is
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
 
 
@@ -57,8 +58,8 @@ class Journal:
         return journal
 
     def _entries(self) -> list[Path]:
-        """The entries of finished blocks: what else is kept is quickly made again."""
-        return list(self.progress.glob("block-*.json"))
+        """The entries of finished blocks, and of a recovery's state: what else is kept is quickly made again."""
+        return [*self.progress.glob("block-*.json"), *self.progress.glob(f"{STATE}.json")]
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
@@ -150,7 +151,7 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     except Exception as error:  # safetensors raises its own class for a failed write
         temporary.unlink(missing_ok=True)
         raise OSError(
-            f"cannot write {path} ({error}). Blocks finished before are kept in {path.parent}: make room and run the same again"
+            f"cannot write {path} ({error}). What was finished before is kept in {path.parent}: make room and run the same again"
         ) from error
 
 

@@ -10,14 +10,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
-from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
+from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.journal import PROGRESS, current_umask
 
 GENERATION_NAME = "generation_config.json"
@@ -50,7 +50,7 @@ def check_output(out: str | Path) -> Path:
         raise FileExistsError(f"output folder {out} is a mount point, which cannot be replaced: choose a folder in it")
     if not out.is_dir() or not any(out.iterdir()):
         return out
-    if not (out / REPORT_NAME).is_file():
+    if not _reports(out):
         raise FileExistsError(f"output folder {out} holds something else (no {REPORT_NAME}); choose another or empty it")
     if foreign := _foreign(out):
         names = ", ".join(foreign[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
@@ -59,6 +59,17 @@ def check_output(out: str | Path) -> Path:
             f"output folder {out} holds {names}, which no run of qprecon wrote; choose another folder or move {those}"
         )
     return out
+
+
+def check_apart(model: Any, out: str | Path) -> None:
+    """ValueError if `out` is the folder of a model that is read, or lies in it."""
+    if not isinstance(model, str | Path):
+        return
+    own = Path(model).expanduser().resolve()
+    if own == (out := Path(out).expanduser().resolve()):
+        raise ValueError(f"out is the model's own folder, {out}; choose another")
+    if own.is_dir() and own in out.parents:
+        raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
 
 
 def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None) -> None:
@@ -104,7 +115,8 @@ def _followed(out: str | Path) -> Path:
 
 def _foreign(out: Path) -> list[str]:
     """What lies in an earlier run's folder, at any depth, and was not written there by a run, an evaluation or a report."""
-    listed = _listed(out / REPORT_NAME)
+    lists = [_listed(report) for report in _reports(out)]
+    listed = None if None in lists else frozenset().union(*lists)
     written = _ADDED | (_KNOWN if listed is None else listed)
     folders = {str(parent) for name in written for parent in Path(name).parents}
     foreign = []
@@ -119,6 +131,10 @@ def _foreign(out: Path) -> list[str]:
     return sorted(foreign)
 
 
+def _reports(out: Path) -> list[Path]:
+    return [out / name for name in (REPORT_NAME, RECOVERY_NAME) if (out / name).is_file()]
+
+
 def _listed(report: Path) -> frozenset[str] | None:
     """The files that a report says were written with it; None where it says nothing."""
     try:
@@ -128,21 +144,29 @@ def _listed(report: Path) -> frozenset[str] | None:
     return frozenset(map(str, files)) if isinstance(files, list) else None
 
 
+class Report(Protocol):
+    """What is written beside a model to explain it."""
+
+    def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
+        """Write it to `path`, with the names of the files written with it."""
+
+
 def save_model(
-    model: Any, report: PruneReport, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None
-) -> Path:
+    model: Any, report: Report, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None,
+    *, name: str = REPORT_NAME, card: str | None = None,
+) -> Path:  # fmt: skip
     """Write model, tokenizer, generation config, report, model card and, if given, masks to `out`; the folder appears complete or
     not at all.
 
-    A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output`
-    does.
+    `name`: the report's; `card`: the text of the model card, by default that of a `PruneReport`. A folder that an earlier run
+    wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
     """
     out = check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         model.save_pretrained(partial)
-        _explain(partial, report, tokenizer, masks)
+        _explain(partial, report, tokenizer, masks, name, card)
         partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
         _put(partial, out)
     except BaseException:
@@ -182,15 +206,17 @@ def complete_folder(
     return out
 
 
-def _explain(folder: Path, report: PruneReport, tokenizer: Any, masks: Iterable[Packed] | None) -> None:
+def _explain(
+    folder: Path, report: Any, tokenizer: Any, masks: Iterable[Packed] | None, name: str = REPORT_NAME, card: str | None = None
+) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if masks is not None:
         write_masks(folder, masks)
-    (folder / "README.md").write_text(model_card(report), encoding="utf-8")
+    (folder / "README.md").write_text(card or model_card(report), encoding="utf-8")
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}
-    report.save(folder / REPORT_NAME, files={*files, REPORT_NAME})
+    report.save(folder / name, files={*files, name})
 
 
 def _put(partial: Path, out: Path) -> None:
@@ -203,6 +229,12 @@ def _put(partial: Path, out: Path) -> None:
         os.replace(partial, out)
 
 
+def card_front(base: Any) -> str:
+    """How a model card begins; `base`: where the dense model came from, named if that is a hub name with an owner."""
+    front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
+    return f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
+
+
 def model_card(report: PruneReport) -> str:
     """A short README.md for the output folder."""
     settings = report.settings
@@ -212,9 +244,8 @@ def model_card(report: PruneReport) -> str:
     gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
     shared = " on average, shared out between blocks by OWL" if settings.get("allocation") == "owl" else ""
     base = settings.get("model")
-    front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
     return (
-        f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
+        f"{card_front(base)}"
         f"# Pruned {base or 'model'}\n\n"
         f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
         f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n\n"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from qprecon import halves
 from qprecon.llm.calibration import gram
 from qprecon.llm.calibration.capture import BlockInputs, Call, capture_inputs
 from qprecon.llm.calibration.gram import Gram, collect_grams
@@ -238,7 +239,7 @@ def test_a_linear_that_is_never_called_is_refused():
 
 
 def test_the_wide_product_flag_matches_torch():
-    assert gram.WIDE_PRODUCT == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))
+    assert halves.WIDE_PRODUCT == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))
 
 
 @pytest.mark.parametrize("rows", [64, 67])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon.llm.masks import get_selector
+from qprecon import halves
+from qprecon.llm.masks import LayerData, get_selector
 from qprecon.llm.masks.patterns import Pattern, select_mask
 from tests.fixtures import golden
 from tests.llm.random_layers import damped, random_layer
@@ -19,7 +20,7 @@ def objective(data, weights_NK):
     return float((delta * (damped(data) @ delta)).sum())
 
 
-def slow_mask(data, pattern, rho=0.1):
+def slow_mask(data, pattern, rho=0.1, max_iterations=300):
     """The three updates and the rule for ρ as the original has them, with the linear term kept whole, in float64."""
     h = damped(data)
     d = np.sqrt(np.diag(h))
@@ -30,7 +31,7 @@ def slow_mask(data, pattern, rho=0.1):
 
     linear, first = a @ w, kept(w)
     b, s, v, seen, begun = w, w * first, 0 * w, first, False
-    for i in range(300):
+    for i in range(max_iterations):
         b = np.linalg.solve(a + rho * np.eye(len(a)), linear - v + rho * s)
         mask = kept(b + v / rho)
         s = (b + v / rho) * mask
@@ -118,3 +119,43 @@ def test_bad_options():
         alps.select(random_layer(8, 2), Pattern.parse("50%"), rho=0)
     with pytest.raises(ValueError, match="mask 'alps' has no option 'colour'.*damping, rho"):
         alps.select(random_layer(8, 2), Pattern.parse("50%"), colour="red")
+
+
+@pytest.mark.parametrize("pattern", ["50%", "2:4"])
+@pytest.mark.parametrize("rho", [0.1, 100.0])
+def test_products_by_halves_give_the_same_masks(pattern, rho, monkeypatch):
+    """What runs on a GPU, with its sums in float32 on a CPU."""
+    monkeypatch.setattr(halves, "has_fast_halves", lambda x: True)
+    monkeypatch.setattr(halves, "_LEAF", 16)
+    monkeypatch.setattr(halves, "_TILE", 8)
+    data, pattern = random_layer(60, 12), Pattern.parse(pattern)
+    ours = alps.select(data, pattern, rho=rho)
+    assert np.array_equal(ours.mask_NK.numpy(), slow_mask(data, pattern, rho))
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 2, 3, 4, 6, 7])
+def test_a_run_that_is_cut_short_ends_with_the_same_b(iterations):
+    data, pattern = random_layer(30, 8), Pattern.parse("50%")
+    mask = slow_mask(data, pattern, max_iterations=iterations)
+    assert np.array_equal(alps.select(data, pattern, max_iterations=iterations).mask_NK.numpy(), mask)
+
+
+def test_a_system_that_float32_cannot_solve_is_an_error_that_names_the_layer(monkeypatch):
+    monkeypatch.setattr(halves, "inverse", lambda matrix: matrix.fill_(torch.nan))
+    with pytest.raises(ValueError, match="'layer'.*rho"):
+        alps.select(random_layer(16, 4), Pattern.parse("50%"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("n", "k"), [(640, 300), (2304, 1100), (1100, 4608)])
+@pytest.mark.parametrize("pattern", ["50%", "2:4"])
+def test_on_a_gpu(n, k, pattern):
+    """Beside the CPU's mask: as near as rounding leaves it, at the same loss; the own weights near the optimum."""
+    data, pattern = random_layer(n, k), Pattern.parse(pattern)
+    there = LayerData("layer", data.weights_NK.cuda(), data.hessian_NN.cuda(), data.n_samples)
+    host, device = alps.select(data, pattern), alps.select(there, pattern)
+    assert device.mask_NK.is_cuda and device.weights_NK.is_cuda
+    assert int((~device.mask_NK).sum()) == pattern.pruned_per_group(n * k)
+    assert float((host.mask_NK != device.mask_NK.cpu()).float().mean()) < 0.02
+    assert objective(data, device.weights_NK.cpu()) == pytest.approx(objective(data, host.weights_NK), rel=2e-3)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon.llm.masks.patterns import Pattern, select_mask
+from qprecon.llm.masks import order
+from qprecon.llm.masks.patterns import Pattern, lowest, select_mask
 
 
 @pytest.mark.parametrize(
@@ -151,3 +152,58 @@ def test_a_pattern_is_held_by_its_own_masks_and_not_by_denser_ones(pattern, grou
     assert Pattern.parse(pattern).is_held_by(mask)
     assert not Pattern.parse(pattern).is_held_by(mask | (torch.arange(20) < 5))
     assert not Pattern.parse("3:5").is_held_by(mask)
+
+
+def _scores(kind, n, device):
+    generator = torch.Generator().manual_seed(n)
+    score = torch.randn(n, generator=generator).abs()
+    if kind == "ties":
+        score = (20 * score).round()
+    elif kind == "zeros":
+        score[torch.rand(n, generator=generator) < 0.6] = 0
+    elif kind == "columns":  # a matrix of 64 columns of very different scales
+        score = (score.view(-1, 64) * torch.exp(3 * torch.randn(64, generator=generator))).view(-1)
+    return score.to(device)
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("kind", ["plain", "ties", "zeros", "columns"])
+@pytest.mark.parametrize("n", [64 * 1000, 64 * 16384])
+def test_the_kth_smallest_lies_between_a_samples_quantiles(device, kind, n, monkeypatch):
+    monkeypatch.setattr(order, "LONG", 1000)
+    score = _scores(kind, n, device)
+    ordered = score.sort().values
+    for k in (1, 7, n // 10, n // 2, n - 3, n):
+        assert order.kth_smallest(score, k) == ordered[k - 1]
+        assert order._between_quantiles(score, k) == ordered[k - 1]
+        pruned = lowest(score, k)
+        assert int(pruned.sum()) == k
+        assert k == n or score[pruned].max() <= score[~pruned].min()
+
+
+def test_a_bracket_that_misses_is_no_answer():
+    """A sample of every s-th score that says nothing about the others."""
+    score = torch.zeros(2**16)
+    stride = 3  # gcd with the length 1; the sample's own values are all above the rest
+    score[::stride] = 1 + torch.arange(len(score[::stride])) / 1000
+    k = len(score) // 2
+    found = order._between_quantiles(score, k)
+    assert found is None or found == score.sort().values[k - 1]
+    assert order.kth_smallest(score, k) == score.sort().values[k - 1]
+
+
+def test_equal_scores_go_in_order_of_inputs():
+    score = torch.tensor([3.0, 1.0, 1.0, 0.0, 1.0, 5.0])
+    assert lowest(score, 3).tolist() == [False, True, True, True, False, False]
+    both = torch.stack((score, torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0, 4.0])), 1)
+    assert lowest(both, 3).T.tolist() == [[False, True, True, True, False, False], [False, False, False, True, True, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_scores_of_any_dtype(dtype):
+    score = torch.randn(40, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for one in (score[:, 0].contiguous(), score):
+        assert bool((lowest(one, 11).sum(0) == 11).all())

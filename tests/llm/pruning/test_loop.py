@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import qprecon
+from qprecon import PreparedHessian, certificate, shared
 from qprecon.llm import prune_model
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears
@@ -55,9 +55,43 @@ def test_optimal_weights_are_the_least_squares_solution():
         assert row.error_stored == pytest.approx(relative_error(x, w, new), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("mask", "update", "expected"),
+    [
+        ("wanda", "optimal", {"certificate": 4}),
+        ("wanda", "none", {}),
+        ("sparsegpt", "optimal", {"inverse": 4, "certificate": 4}),
+        ("sparsegpt", "own", {"inverse": 4}),
+        ("thanos", "optimal", {"inverse": 4, "certificate": 4}),
+        ("alps", "optimal", {"definite": 4, "certificate": 4}),
+    ],
+)
+def test_a_block_factors_each_gram_matrix_once(mask, update, expected, monkeypatch):
+    """Four matrices for seven layers: one factor for the selector's sweep or question, one for the certificate."""
+    made, freed = {}, []
+
+    def counted(kind, factor):
+        def count(matrix):
+            if len(matrix) > 8:  # not the trials before calibration
+                made[kind] = made.get(kind, 0) + 1
+            return factor(matrix)
+
+        return count
+
+    calls = [("inverse", shared, "upper_inverse_factor"), ("definite", shared, "cholesky")]
+    for kind, module, name in [*calls, ("certificate", certificate, "cholesky")]:
+        monkeypatch.setattr(module, name, counted(kind, getattr(module, name)))
+    release = PreparedHessian.release
+    monkeypatch.setattr(PreparedHessian, "release", lambda self, **parts: freed.append(release(self, **parts)))
+    prune(build("llama"), mask=mask, update=update, targets="layers.0")
+    assert made == expected
+    assert len(freed) == 2 * 4  # after the masks and after the solve
+
+
 def test_layers_with_the_same_input_are_solved_together(monkeypatch):
-    widths, solve = [], qprecon.solve
-    monkeypatch.setattr(qprecon, "solve", lambda h, w, *rest, **more: widths.append(tuple(w.shape)) or solve(h, w, *rest, **more))
+    widths, solve = [], PreparedHessian.solve
+    record = lambda h, w, *rest, **more: widths.append(tuple(w.shape)) or solve(h, w, *rest, **more)  # noqa: E731
+    monkeypatch.setattr(PreparedHessian, "solve", record)
     model, samples = build("llama").bfloat16(), tokens(6)
     dense = copy.deepcopy(model)
     report = prune(model, samples, pattern={"q_proj": "25%", "*": "50%"}, targets="layers.0")

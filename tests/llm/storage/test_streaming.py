@@ -224,7 +224,7 @@ def test_a_full_disk_loses_no_finished_block(tmp_path, monkeypatch):
             write(self, key, file, tensors, *more)
 
         patch.setattr(journal.Journal, "write_shard", full)
-        with pytest.raises(OSError, match=r"No space left.*Blocks finished before are kept"):
+        with pytest.raises(OSError, match=r"No space left.*What was finished before is kept"):
             prune(folder, tmp_path / "out")
     report = prune(folder, tmp_path / "out")
     assert "continued after 1 of 3" in report.warnings[0]

@@ -14,14 +14,7 @@ import numpy as np
 
 from .hessian import Hessian
 from .interop import Array, cast, dtype_name, like, to_numpy
-from .linalg import add_to_diagonal
-
-
-def power_of_two(x: np.ndarray) -> np.ndarray:
-    """The power of two nearest to each positive entry (in the logarithm); 1 for zero, negative or non-finite ones."""
-    x = np.asarray(x, dtype=np.float64)
-    usable = np.isfinite(x) & (x > 0)
-    return np.where(usable, np.exp2(np.round(np.log2(np.where(usable, x, 1.0)))), 1.0)
+from .linalg import add_to_diagonal, power_of_two
 
 
 @dataclass(frozen=True, eq=False)

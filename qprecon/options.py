@@ -57,6 +57,16 @@ def option_names(kind: type | None) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)] if kind else []
 
 
+def as_number(value: Any, name: str, wanted: str = "a number") -> float:
+    """An argument as a float; ValueError, naming it and what is ``wanted``, if it is text or nothing that ``float`` takes."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
 def is_whole(value: Any) -> bool:
     """Whether it is an integer, numpy's included; truth values are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

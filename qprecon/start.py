@@ -9,6 +9,7 @@ import numpy as np
 
 from .audit import Figures, audit, relative_gap
 from .certificate import Certificate, gamma
+from .chunks import indices_of
 from .interop import Array, cast, like, namespace, to_numpy
 from .linalg import column_dots, column_norms
 from .problem import ColumnQP
@@ -36,6 +37,11 @@ class Start:
     def relative_gap(self, problem: ColumnQP, figures: Figures) -> np.ndarray:
         """Gaps of the chunk's figures relative to what its optimum costs, (K,): see ``audit.relative_gap``."""
         return relative_gap(problem, figures, self.baseline_K, self.floor_K, self.zero_K)
+
+    def relative_stationarity(self, figures: Figures) -> np.ndarray:
+        """Stationarity of the chunk's figures relative to the root of what its objective is measured in, (K,)."""
+        scale_K = np.sqrt(np.maximum(self.energy_K, 0.0))
+        return np.divide(figures.stationarity, scale_K, out=np.zeros_like(scale_K), where=scale_K > 0)
 
     @property
     def baseline_K(self) -> np.ndarray:
@@ -65,19 +71,19 @@ def _zero(problem: ColumnQP, columns: Any) -> np.ndarray | None:
     Raises:
         ValueError: a constant so small that the dense weights would have a negative squared error.
     """
-    if problem.constant_K is None:
+    if problem.constant_K is None or problem.rhs_NK is None:
         return None
-    w_NK, rhs_NK = (cast(x[:, columns], "float64") for x in (problem.weights_NK, problem.rhs_NK))
-    g_NK = problem.linear("float64", columns)
+    w_NK: Array = cast(problem.weights_NK[:, columns], "float64")
+    rhs_NK: Array = cast(problem.rhs_NK[:, columns], "float64")
+    g_NK: Array = problem.linear("float64", columns)
     given_K = problem.constant_K[columns]
     zero_K = given_K - column_dots(w_NK, rhs_NK + g_NK)
     rounding_K = 4.0 * gamma(problem.n_inputs) * (given_K + column_dots(abs(w_NK), abs(rhs_NK) + abs(g_NK)))
     # rhs and constant are sums over tokens in the caller's arithmetic, float32 perhaps: they need not agree to float64's digits
     if bool((zero_K < -1e-3 * given_K - rounding_K).any()):
-        worst = int(to_numpy(zero_K + 1e-3 * given_K).argmin())
+        worst = int(indices_of(columns)[to_numpy(zero_K + 1e-3 * given_K).argmin()])
         raise ValueError(
-            f"constant is too small for rhs and H (column {worst} of those solved together): the dense weights' squared "
-            "error would be negative"
+            f"constant is too small for rhs and H in column {worst}: the dense weights' squared error would be negative"
         )
     return to_numpy(zero_K - rounding_K)
 
@@ -111,7 +117,7 @@ def surely_better(
 def _of(columns: Any, local: np.ndarray, near: Array) -> Any:
     if isinstance(columns, slice):
         return like(local + (columns.start or 0), near)
-    return columns[like(local, near)]
+    return columns[local if isinstance(columns, np.ndarray) else like(local, near)]
 
 
 def _entry_error(problem: ColumnQP, cert: Certificate, answer_NK: Array, columns: Any) -> np.ndarray:

@@ -26,9 +26,7 @@ def choose_dtype(problem: ColumnQP, tol: float, dtype: str | None) -> tuple[str,
         ValueError: neither float32 nor float64, or a tolerance that float32 cannot hold.
     """
     if dtype is not None:
-        name = dtype_name_of(dtype)
-        if name not in ("float32", "float64"):
-            raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+        name = checked_dtype(dtype)
         if name == "float32" and tol < FLOAT32_TOLERANCE:
             raise ValueError(f"tol={tol:g} is beyond float32 (smallest: {FLOAT32_TOLERANCE:g}); use dtype='float64'")
         return name, None
@@ -56,10 +54,12 @@ def choose_backend(problem: ColumnQP, dtype: str) -> tuple[str, str]:
     return "pcg", "pcg: all columns at once"
 
 
-def dtype_name_of(dtype: object) -> str:
-    """Name of a dtype given as a string, a numpy or jax dtype, or a torch dtype."""
-    text = getattr(dtype, "__name__", None) or str(dtype)
-    return text.removeprefix("torch.")
+def checked_dtype(dtype: object) -> str:
+    """``"float32"`` or ``"float64"`` for such a string, a numpy or jax dtype, or a torch dtype; ValueError for any other."""
+    name = (getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
+    if name not in ("float32", "float64"):
+        raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+    return name
 
 
 def versions(record: Backend) -> dict[str, str]:

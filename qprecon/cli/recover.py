@@ -1,0 +1,59 @@
+"""`qprecon recover MODEL DENSE OUT`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from qprecon.llm.settings.options import options
+from qprecon.llm.settings.recovery import Recovery, RecoveryRun
+
+from ._flags import add_fields, given, headings
+from ._stop import Terminated
+
+_POSITIONAL = ("model", "dense", "out")
+_EPILOG = """\
+The pruned weights stay zero. OUT holds plain dense safetensors that any software can load, and all losses in qprecon_recovery.json.
+"""
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the subcommand. Flags have no defaults here: what is not given is `recover`'s."""
+    parser = subparsers.add_parser(
+        "recover",
+        help="train a pruned model towards the dense one, its zeros held",
+        description="Train a pruned model's kept weights towards the predictions of the dense model it came from, and save it.",
+        epilog=_EPILOG,
+        argument_default=argparse.SUPPRESS,
+    )
+    for each, option in options(RecoveryRun):
+        if each.name in _POSITIONAL:
+            parser.add_argument(each.name, metavar=option.flag, help=option.help)
+    parser.add_argument("--quiet", action="store_true", default=False, help="no progress and no summary")
+    group_of = headings(parser)
+    for of in (Recovery, RecoveryRun):
+        add_fields(group_of, of, _POSITIONAL)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Recover, save, and print what was done."""
+    from qprecon.llm import recover
+    from qprecon.llm.storage.output import partial_folder
+
+    flags = given(arguments, (RecoveryRun, Recovery), ())
+    if arguments.quiet and "progress" in flags:
+        raise ValueError("--quiet and --progress say two things: give one of them")
+    if arguments.quiet:
+        flags["progress"] = "quiet"
+    text = Path(flags.pop("calibration", RecoveryRun.calibration))  # a name, never the text itself
+    try:
+        report = recover(calibration=text, **flags)
+    except (KeyboardInterrupt, Terminated) as stop:
+        if not partial_folder(flags["out"]).is_dir():
+            raise
+        raise type(stop)("the same command goes on after the last state that was kept") from stop
+    if not arguments.quiet:
+        print(report.summary())
+        print(f"the recovered model and its report are in {flags['out']}")
+    return 0

@@ -1,0 +1,1 @@
+"""Recovery: a pruned model trained towards the dense one (distillation), its masks held."""

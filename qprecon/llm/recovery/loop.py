@@ -1,0 +1,200 @@
+"""Recover a pruned model: train its kept weights towards the dense model's predictions."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.windows import describe_source
+from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.model.devices import on_its_device
+from qprecon.llm.model.loading import choose_device
+from qprecon.llm.pruning.plan import calibration_samples
+from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
+from qprecon.llm.recovery.report import RecoveryReport
+from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
+from qprecon.llm.recovery.state import saved_fit
+from qprecon.llm.recovery.trained import select_trained
+from qprecon.llm.recovery.training import Done, Task, place, train_on
+from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.outcome import versions
+from qprecon.llm.reporting.progress import say
+from qprecon.llm.reporting.report import RECOVERY_NAME
+from qprecon.llm.settings.options import takes
+from qprecon.llm.settings.recovery import Recovery, RecoveryRun
+from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.storage.output import check_apart, check_output, check_writable, partial_folder, save_model
+
+
+@takes(Recovery)
+@on_its_device
+@torch.inference_mode(False)  # tensors made in that mode get no gradients
+def recover(
+    model: nn.Module | str | Path,
+    dense: nn.Module | str | Path,
+    calibration: Any,
+    *,
+    out: str | Path | None = None,
+    masks: Any = None,
+    tokenizer: Any = None,
+    device: str | torch.device | None = None,
+    progress: bool | str = True,
+    resume: bool = True,
+    save_masks: bool = False,
+    save_steps: int | None = None,
+    **settings: Any,
+) -> RecoveryReport:
+    """Train a pruned model towards the dense model it came from (distillation), every pruned weight staying exactly zero.
+
+    AdamW on the KL divergence between both models' predictions for each token of the calibration windows; the learning rate rises
+    shortly and falls along a cosine. Some windows are held out, and the weights that do best on them are the ones stored. On a GPU
+    both models compute in bfloat16, and the trained weights have float32 masters; on a CPU all is float32.
+
+    Args:
+        model: a pruned transformers causal LM, trained in place, or a folder or hub name (then `out` is needed). It does not matter
+            which tool pruned it: a layer's mask is its zeros, if at least 1 % of it are.
+        dense: the model before pruning, likewise; it is not changed.
+        calibration: as in `prune_model`: windows of token numbers, or text, of which `nsamples` windows of `seqlen` are drawn.
+        out: a folder for the recovered model and its report, as in `prune_model`.
+        masks: masks in place of a layer's zeros, for layers that have kept weights which are zero: a dict of (inputs, outputs), or
+            a file or folder (`qprecon.llm.masks.given`).
+        tokenizer, device, progress: as in `prune_model`.
+        resume: True continues a run that left a state in `.OUT.partial` beside `out`, with the same weights as an uninterrupted
+            one; False starts over.
+        save_masks: also write the masks to `out`.
+        save_steps: the state is kept after every so many steps; by default about every 5 minutes.
+
+    Returns:
+        RecoveryReport. The model has the best weights; if none are better on the windows held out, those that it had.
+
+    Raises:
+        ValueError, TypeError, FileExistsError: bad arguments, before any work: models that do not belong together, nothing pruned,
+            too little memory; a loss that is not finite (the step is named), after which the model is as it was; an unfinished run
+            with other settings beside `out`.
+        ModuleNotFoundError: optimizer_state="8bit" without torchao. OSError: a file that cannot be written.
+    """
+    recovery, log, device = _as_recovery(settings), RunLog(progress), choose_device(device)
+    RecoveryRun(save_steps=save_steps)
+    with log.phase("load"):
+        for each in (model, dense) if out is not None else ():
+            check_apart(each, out)
+        out = None if out is None else check_output(out)
+        with log.library_bars():
+            pair = load_pair(model, dense, tokenizer, out is not None, recovery.dtype, device)
+        selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
+        check_dense(pair.dense, selected.pruned)
+        if out is not None:
+            with log.library_bars():
+                check_writable(pair.model, pair.tokenizer)
+        samples = calibration_samples(
+            pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
+        )
+        training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
+        rate = recovery.lr or default_rate(pair.model.get_input_embeddings().embedding_dim)
+        schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
+        task = Task(pair, selected, samples, aside, schedule, device)
+        journal = None if out is None else _journal(task, model, dense, recovery, out, resume, log)
+    try:
+        done = _recovered(task, recovery, journal, save_steps, log)
+    finally:
+        if journal is not None:
+            _leave(journal)
+    recorded = {
+        **recovery.settings(), "model": pair.name, "dense": pair.dense_name, "calibration": describe_source(calibration),
+        "lr": rate, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples), "windows_held_out": len(aside),
+        "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
+        "checkpointing": done.fit.checkpointing, "device": str(device),
+    }  # fmt: skip
+    report = _report(task, done, recorded, pruned_with(model), log)
+    if out is not None:
+        with log.phase("save"), log.library_bars():
+            packed = selected.masks() if save_masks else None
+            save_model(pair.model, report, out, pair.tokenizer, packed, name=RECOVERY_NAME, card=report.model_card())
+            shutil.rmtree(partial_folder(out), ignore_errors=True)
+    return replace(report, phase_seconds=dict(log.seconds))
+
+
+def _as_recovery(settings: dict[str, Any]) -> Recovery:
+    """TypeError for a keyword that is no setting."""
+    known = Recovery.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"recover() got an unexpected keyword argument {name!r}; its settings are {', '.join(known)}")
+    return Recovery(**settings)
+
+
+def _journal(task: Task, model: Any, dense: Any, recovery: Recovery, out: Path, resume: bool, log: RunLog) -> Journal:
+    fingerprint = {
+        "command": "recover",
+        **versions(),
+        "model": identity(model, task.pair.model),
+        "dense model": identity(dense, task.pair.dense),
+        "masks": digest({item.name: item.bits for item in task.selected.trained}),
+        "calibration": digest([*task.windows]),
+        **digest(recovery.settings()),
+        "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "cpu",
+    }
+    journal = Journal.begin(partial_folder(out), fingerprint, resume)
+    saved_fit(journal)  # finds damage
+    for file in journal.damaged:
+        log.note(f"{file} of the earlier run is damaged, so that it starts over")
+    return journal
+
+
+def _leave(journal: Journal) -> None:
+    """Let other processes in; where nothing is kept, there is nothing to go on with."""
+    empty = saved_fit(journal) is None
+    journal.close()
+    if empty:
+        shutil.rmtree(journal.folder, ignore_errors=True)
+
+
+def _recovered(task: Task, recovery: Recovery, journal: Journal | None, save_steps: int | None, log: RunLog) -> Done:
+    """Run, and write the best weights to the model."""
+    with ExitStack() as stack:
+        run = place(task, recovery, journal, stack, log)
+        line = run.memory.described(task.device) + (", blocks run twice to save memory" if run.fit.checkpointing else "")
+        say([line, *log.notes], log.progress)
+        with log.bar(len(task.schedule.steps)):
+            done = train_on(run, task, recovery.patience, journal, save_steps)
+    if done.weights is not None:
+        with torch.no_grad():
+            for item, values in zip(task.selected.trained, done.weights, strict=True):
+                item.parameter.copy_(values)
+    return done
+
+
+def _report(task: Task, done: Done, settings: dict[str, Any], was: dict[str, Any] | None, log: RunLog) -> RecoveryReport:
+    selected, course = task.selected, done.course
+    best = course.looks[course.best_place][0]
+    if settings["optimizer_state"] == "auto" and done.fit.optimizer_state != "float32":
+        log.note(f"optimizer_state is {done.fit.optimizer_state!r}: float32 would not have fitted")
+    if best == 0:
+        log.note("no step made the windows held out better: the weights are those that the model had; a lower lr may help")
+    elif course.step < len(task.schedule.steps):
+        log.note(f"stopped after step {course.step} of {len(task.schedule.steps)}: the windows held out got no better")
+    if done.emptied:
+        log.note(f"{done.emptied} kept weights are zero in the stored dtype; save_masks keeps the masks apart from them")
+    return RecoveryReport(
+        losses=tuple(course.losses),
+        held_out=tuple({"step": step, "loss": look.loss, "perplexity": look.perplexity} for step, look in course.looks),
+        best_step=best,
+        loss_stored=done.stored.loss,
+        perplexity_stored=done.stored.perplexity,
+        perplexity_dense=done.stored.dense_perplexity,
+        sparsity=selected.zeros / selected.weights,
+        layers=len(selected.pruned),
+        trained=selected.n_trained,
+        memory={**done.memory.device, **{f"host: {use}": size for use, size in done.memory.host.items()}},
+        settings=settings,
+        versions=versions(),
+        phase_seconds=dict(log.seconds),
+        pruned_with=was,
+        warnings=tuple(log.notes),
+    )

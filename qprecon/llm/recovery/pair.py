@@ -1,0 +1,123 @@
+"""The pruned model and the dense one, loaded and compared before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.model.blocks import check_weights, find_blocks
+from qprecon.llm.model.dtypes import as_dtype
+from qprecon.llm.model.linears import LinearView, find_linears
+from qprecon.llm.model.loading import load_causal_lm, model_folder
+from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
+from qprecon.llm.recovery.placing import compute_dtype
+from qprecon.llm.recovery.trained import own_part
+from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.storage.checkpoint import NotStreamable, open_shards
+from qprecon.llm.storage.journal import tensor_checksum
+
+_MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both models in memory. `dense_loaded`: the dense one was loaded here, so nobody else needs it where it is."""
+
+    model: nn.Module
+    dense: nn.Module
+    tokenizer: Any
+    name: str
+    dense_name: str
+    dense_loaded: bool
+
+
+def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: Any, device: torch.device) -> Pair:
+    """Models by folder, hub name, or as they are. A pruned one that is loaded here, in `dtype`, must be written `to_folder`.
+
+    Raises ValueError: no folder to write to; models of other shapes or another vocabulary, with adapters, or with weights that are
+    not finite. TypeError: something else than a model.
+    """
+    if model is dense:
+        raise ValueError("model and dense are the same model: the pruned one comes first, the dense one second")
+    if dtype not in (None, "auto"):
+        as_dtype(dtype)
+    named, dense_named = isinstance(model, str | Path), isinstance(dense, str | Path)
+    if named and not to_folder:
+        raise ValueError("a model given by name is recovered in a copy: say where to write it with out=")
+    name, dense_name = str(model), str(dense)
+    if named:
+        model, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
+        tokenizer = tokenizer or own_tokenizer
+    else:
+        name = _in_memory(model, "model")
+    if dense_named:
+        dense, dense_tokenizer = load_causal_lm(dense, device="cpu", dtype=compute_dtype(device))
+        tokenizer = tokenizer or dense_tokenizer
+    else:
+        dense_name = _in_memory(dense, "dense model")
+    check_no_adapter(model)
+    check_no_adapter(dense)
+    check_changeable(model)
+    _check_alike(model, dense)
+    for each in (model, dense):
+        for block in find_blocks(each):
+            check_weights(block)
+    return Pair(model, dense, tokenizer, name, dense_name, dense_named)
+
+
+def _in_memory(model: Any, argument: str) -> str:
+    """The name of a model that was given as it is, once it is seen to be one."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{argument}: a transformers causal LM or a path, got {type(model).__name__}")
+    check_unwrapped(model)
+    check_in_one_place(model)
+    return getattr(model.config, "_name_or_path", "") or type(model).__name__
+
+
+def _check_alike(model: nn.Module, dense: nn.Module) -> None:
+    words = [each.get_input_embeddings().num_embeddings for each in (model, dense)]
+    if words[0] != words[1]:
+        raise ValueError(f"dense: it has a vocabulary of {words[1]:,}, the pruned model one of {words[0]:,}: it is another model")
+    shapes = [{name: tuple(p.shape) for name, p in each.named_parameters()} for each in (model, dense)]
+    for name in dict.fromkeys([*shapes[0], *shapes[1]]):
+        own, other = (of.get(name) for of in shapes)
+        if own != other:
+            of_dense, of_pruned = (f"has the shape {shape}" if shape else "does not exist" for shape in (other, own))
+            raise ValueError(f"dense: {name} {of_dense}, in the pruned model it {of_pruned}: it is another model")
+
+
+def check_dense(dense: nn.Module, pruned: Sequence[LinearView]) -> None:
+    """ValueError where the dense model has as many zeros in the pruned layers as a pruned one: names in the wrong order."""
+    names = {view.name for view in pruned}
+    views = [view for block in find_blocks(dense) for view in find_linears(block, model=dense).views if view.name in names]
+    total = sum(view.n_inputs * view.n_outputs for view in views)
+    zeros = total - sum(int(torch.count_nonzero(own_part(view, view.parameter.detach()))) for view in views)
+    if zeros > _MOST_ZEROS * total:
+        raise ValueError(f"dense: {zeros / total:.0%} of its weights in the pruned layers are zero, so it is no dense model")
+
+
+def identity(source: Any, model: nn.Module) -> Any:
+    """What tells a model from another one: sizes and hashes of its files, or of a model in memory a checksum of its weights."""
+    if isinstance(source, str | Path):
+        try:
+            return open_shards(model_folder(source)).identity
+        except NotStreamable:
+            pass
+    return {name: tensor_checksum(parameter.detach().cpu()) for name, parameter in model.named_parameters()}
+
+
+def pruned_with(source: Any) -> dict[str, Any] | None:
+    """How a folder's report says that the model was pruned; None where there is no such report."""
+    folder = Path(source).expanduser() if isinstance(source, str | Path) else None
+    if folder is None or not folder.is_dir():
+        return None
+    try:
+        settings = PruneReport.load(folder).settings
+        return {key: settings[key] for key in ("pattern", "mask", "update")} | {"calibration": settings.get("calibration")}
+    except (FileNotFoundError, ValueError, KeyError):  # there is none, or one of another version: it is told, not used
+        return None

@@ -1,0 +1,127 @@
+"""Models on the device for the time of a run, in the dtype that they compute in; then the same tensors again, as they were."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qprecon.llm.model.blocks import Block
+from qprecon.llm.model.dtypes import FLOATS
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU, whose tensor cores take it; float32 on a CPU, where it is faster on most."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def main_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of most of a model's weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=sizes.__getitem__)
+
+
+def placed_dtype(parameter: torch.Tensor, main: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that a parameter is computed with; `main` is that of most of its model.
+
+    What a model keeps in another float than the rest (a router in float32) stays so on a GPU. float64 stays float64 on a CPU.
+    """
+    if parameter.dtype not in FLOATS:
+        return parameter.dtype
+    if device.type == "cpu":
+        return torch.promote_types(parameter.dtype, torch.float32)
+    return compute_dtype(device) if parameter.dtype == main else parameter.dtype
+
+
+@contextmanager
+def borrowed(model: nn.Module, device: torch.device, trained: Collection[nn.Parameter] = ()) -> Iterator[None]:
+    """While open, `model` is on the device in evaluation mode, and of its parameters only those `trained` need gradients.
+
+    On exit every parameter and buffer has the very tensor, device, dtype and values that it had before.
+    """
+    modes = {module: module.training for module in model.modules()}
+    learning = {id(parameter) for parameter in trained}
+    main = main_dtype(model)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    before = [(tensor, tensor.data, tensor.requires_grad) for tensor in tensors.values()]
+    parameters = {id(parameter) for parameter in model.parameters()}
+    try:
+        model.eval()
+        for tensor, data, _ in before:
+            dtype = placed_dtype(tensor, main, device) if id(tensor) in parameters else tensor.dtype
+            tensor.requires_grad_(False)
+            tensor.data = data.to(device, dtype, copy=id(tensor) in learning)
+            if id(tensor) in learning:
+                tensor.requires_grad_(True)
+        yield
+    finally:
+        for tensor, data, needed in before:
+            tensor.grad = None
+            tensor.requires_grad_(False)
+            tensor.data = data
+            tensor.requires_grad_(needed)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def checkpointed(blocks: Sequence[Block], active: bool) -> Iterator[None]:
+    """While open and active, blocks keep their inputs only and run again in the backward pass.
+
+    transformers' own checkpointing is off in evaluation mode, in which a model is recovered (no dropout).
+    """
+    found = [block.module.__dict__.get("forward") for block in blocks]
+    try:
+        for block in blocks if active else ():
+            again = partial(checkpoint, block.module.forward, use_reentrant=False, preserve_rng_state=False)
+            block.module.forward = again
+        yield
+    finally:
+        for block, forward in zip(blocks, found, strict=True):
+            if forward is None:
+                block.module.__dict__.pop("forward", None)
+            else:
+                block.module.forward = forward
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """While open, operations on a GPU take the form that has the same bits at every run, or raise where they have none.
+
+    `less_repeatable` then lets those do as they do, while the others go on as before.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filling = memory.fill_uninitialized_memory
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            if device.type == "cuda":
+                # torch looks for it once, at the first matrix product of the process.
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+                torch.use_deterministic_algorithms(True)
+            memory.fill_uninitialized_memory = False  # no operation here reads what nobody wrote
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filling
+
+
+def less_repeatable(error: RuntimeError) -> str | None:
+    """After an error: a note if it was `repeatable`'s, which is less strict from now on: the same can be tried again."""
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if not strict or "deterministic" not in str(error).lower():
+        return None
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if "CUBLAS" in str(error).upper():
+        return "other runs may give other bits: for the same, CUBLAS_WORKSPACE_CONFIG=:4096:8 must be set before the process starts"
+    return "other runs may give other bits: this model has an operation that no GPU repeats exactly"

@@ -1,0 +1,119 @@
+"""What a recovery did: losses by step, what the held-out windows say, and the conditions. Saved as JSON beside the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qprecon.llm.reporting.reading import read_json, validated
+from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME
+from qprecon.llm.storage.output import card_front
+
+
+@dataclass(frozen=True, repr=False)
+class RecoveryReport:
+    """The outcome of `recover`.
+
+    losses: of each step taken, the mean a token (KL divergence from the dense model, in nats, and `hidden_weight` times the hidden
+    loss). held_out: what the held-out windows gave after so many steps, {step, loss, perplexity}; the first is the pruned model as
+    it was given. best_step: the step whose weights are stored; loss_stored, perplexity_stored: of these, rounded to the stored
+    dtype. sparsity: the share of zeros among the weights of the pruned layers, by their masks. trained: how many weights were
+    trained. memory: estimated bytes by use.
+    """
+
+    losses: tuple[float, ...]
+    held_out: tuple[dict[str, float], ...]
+    best_step: int
+    loss_stored: float
+    perplexity_stored: float
+    perplexity_dense: float
+    sparsity: float
+    layers: int
+    trained: int
+    memory: dict[str, int]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    phase_seconds: dict[str, float]
+    pruned_with: dict[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        return self.settings["seed"]
+
+    @property
+    def perplexity_before(self) -> float:
+        """Of the pruned model as it was given, on the held-out windows."""
+        return self.held_out[0]["perplexity"]
+
+    def to_json(self, files: Collection[str] | None = None) -> str:
+        """The report as JSON text. `files`: what was written with it."""
+        data = {"format": FORMAT, **dataclasses.asdict(self), "perplexity_before": self.perplexity_before}
+        if files is not None:
+            data["files"] = sorted(files)
+        return json.dumps(data, indent=1, allow_nan=False, default=str)  # paths and dtypes among the settings
+
+    def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
+        """Write the JSON to `path`; `files` as in `to_json`."""
+        path = Path(path)
+        path.write_text(self.to_json(files) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> RecoveryReport:
+        """The report that `save` wrote to `path`, a file or the output folder with it.
+
+        Raises FileNotFoundError: there is none. ValueError: it is not JSON, of another format, or a key is missing or of the wrong
+        type; file and key are named.
+        """
+        path = Path(path) / RECOVERY_NAME if Path(path).is_dir() else Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no such report: {path}")
+        return validated(cls, read_json(path, FORMAT), path)
+
+    def summary(self) -> str:
+        """The outcome in a few lines."""
+        steps = len(self.losses)
+        lines = [
+            f"{self.layers} pruned layers, {self.sparsity:.2%} zeros held; {self.trained:,} weights trained in {steps} steps",
+            f"perplexity on {self.settings['windows_held_out']} windows held out: {self.perplexity_before:.3f} before, "
+            f"{self.perplexity_stored:.3f} as stored, {self.perplexity_dense:.3f} of the dense model",
+            f"divergence from the dense model: {self.held_out[0]['loss']:.4g} before, {self.loss_stored:.4g} as stored "
+            f"(best after step {self.best_step})",
+            ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()),
+        ]
+        return "\n".join([*lines, *(f"note: {warning}" for warning in self.warnings)])
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        before, after = self.perplexity_before, self.perplexity_stored
+        return f"RecoveryReport({len(self.losses)} steps, held-out perplexity {before:.3f} -> {after:.3f}; print it for a summary)"
+
+    def model_card(self) -> str:
+        """A short README.md for the output folder."""
+        settings = self.settings
+        was = self.pruned_with or {}
+        made = f"; pattern {was['pattern']}, masks {was['mask']}, kept weights {was['update']}" if was else ""
+        source = f", from {settings['calibration']}" if settings.get("calibration") else ""
+        return (
+            f"{card_front(settings['dense'])}"
+            f"# Pruned and recovered {settings['dense']}\n\n"
+            f"A pruned model ({self.layers} linear layers, {self.sparsity:.2%} of their weights zero{made}) whose kept weights "
+            f"were trained with qprecon {self.versions['qprecon']} towards the dense model's predictions. Every pruned weight is "
+            "still zero.\n\n"
+            f"- Loss: KL divergence at temperature {settings['temperature']}; AdamW, peak learning rate {settings['lr']:.3g}, "
+            f"{len(self.losses)} steps of {settings['batch']} windows, seed {settings['seed']}\n"
+            f"- Text: {settings['nsamples']} windows of {settings['seqlen']} tokens{source}; {settings['windows_held_out']} of "
+            "them were not trained on\n"
+            f"- Perplexity on these: {self.perplexity_before:.3f} as pruned, {self.perplexity_stored:.3f} as stored, "
+            f"{self.perplexity_dense:.3f} of the dense model\n\n"
+            "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
+            "no faster. Measure the quality on your own task before use.\n\n"
+            f"All losses are in `{RECOVERY_NAME}`.\n"
+        )

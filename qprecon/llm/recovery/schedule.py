@@ -1,0 +1,56 @@
+"""When what happens: the windows of each step, the learning rate, and the steps before which the held-out windows are looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_LOOKS = 2  # at the held-out windows, in each pass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`steps[s]`: the indices of the windows of step s; `looks`: after how many steps the held-out windows are looked at.
+
+    lr: the peak; the rate rises linearly over the first `warmup` steps and then falls along a cosine.
+    """
+
+    steps: tuple[tuple[int, ...], ...]
+    looks: frozenset[int]
+    lr: float
+    warmup: int
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, from 0."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        return self.lr * (1 + math.cos(math.pi * (step - self.warmup) / (len(self.steps) - self.warmup))) / 2
+
+
+def make_schedule(windows: Sequence[int], passes: int, batch: int, lr: float, warmup: float, seed: int) -> Schedule:
+    """Every pass takes the windows of these indices in an order of its own, `batch` a step, in its last step what is left."""
+    generator = torch.Generator().manual_seed(seed)
+    steps: list[tuple[int, ...]] = []
+    for _ in range(passes):
+        order = [windows[place] for place in torch.randperm(len(windows), generator=generator).tolist()]
+        steps += [tuple(order[first : first + batch]) for first in range(0, len(order), batch)]
+    each = max(1, len(steps) // (_LOOKS * passes))
+    looks = frozenset({*range(each, len(steps), each), len(steps)})
+    return Schedule(tuple(steps), looks, lr, min(len(steps), math.ceil(warmup * len(steps))))
+
+
+def hold_out(windows: int, share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Indices of the windows to train on and of those held out, both in order; the latter are drawn with `seed`, at least one."""
+    if windows < 2:
+        raise ValueError("calibration: at least two windows are needed, as one of them is held out")
+    count = min(max(1, round(share * windows)), windows - 1)
+    drawn = set(torch.randperm(windows, generator=torch.Generator().manual_seed(seed))[:count].tolist())
+    return [index for index in range(windows) if index not in drawn], sorted(drawn)
+
+
+def default_rate(width: int) -> float:
+    """The peak learning rate for a model of this hidden size: 1e-4, and less for models wider than 1024."""
+    return 1e-4 * min(1.0, math.sqrt(1024 / width))

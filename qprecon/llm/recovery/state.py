@@ -1,0 +1,78 @@
+"""What an interrupted run leaves in `.OUT.partial`: where it was, so that the next one gives the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from qprecon.llm.recovery.memory import Fit
+from qprecon.llm.recovery.optimizers import Optimizer
+from qprecon.llm.recovery.step import Look
+from qprecon.llm.storage.journal import STATE, Journal, checksum, write_atomically
+
+
+@dataclass
+class Course:
+    """How far a run is. losses: of each step, floats; looks: (steps before it, look); best: weights by the newest best look."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    looks: list[tuple[int, Look]] = field(default_factory=list)
+    best: list[torch.Tensor] | None = None
+    pending: list[torch.Tensor] = field(default_factory=list)  # losses that are still on the device
+
+    def read_losses(self) -> None:
+        """Wait for the device; ValueError, naming the step, for a loss that is not finite."""
+        if not self.pending:
+            return
+        first = len(self.losses)
+        self.losses += torch.stack(self.pending).tolist()
+        self.pending = []
+        for step, loss in enumerate(self.losses[first:], start=first + 1):
+            if not -float("inf") < loss < float("inf"):
+                raise ValueError(
+                    f"step {step} of the recovery: the loss is {loss}; a lower lr may help. The model is left as it was"
+                )
+
+    @property
+    def best_place(self) -> int:
+        """Which look has the lowest loss, the first of equals; 0 is the pruned model as it was given."""
+        return min(range(len(self.looks)), key=lambda place: self.looks[place][1].loss)
+
+
+def save_state(journal: Journal, course: Course, optimizer: Optimizer, fit: Fit) -> None:
+    """Write all of it to the disk and forget the state before. An interrupted write leaves that one."""
+    course.read_losses()
+    before = journal.read(f"{STATE}.json")
+    file = f"state-{course.step:06d}.pt"
+    content = {
+        "step": course.step,
+        "losses": course.losses,
+        "looks": [(step, asdict(look)) for step, look in course.looks],
+        "best": course.best,
+        "values": [value.cpu() for value in optimizer.values()],
+        "optimizer": optimizer.state_dict(),
+    }
+    write_atomically(journal.folder / file, lambda path: torch.save(content, path))
+    facts = {"file": file, "checksum": checksum(journal.folder / file), "step": course.step, "fit": asdict(fit)}
+    journal.write(f"{STATE}.json", facts)
+    if before is not None and before["file"] != file:
+        (journal.folder / before["file"]).unlink(missing_ok=True)
+
+
+def saved_fit(journal: Journal | None) -> Fit | None:
+    """How the run that left a state fitted; None where there is no state, or it is damaged."""
+    facts = None if journal is None else journal.entry(STATE)
+    return None if facts is None else Fit(**facts["fit"])
+
+
+def load_state(journal: Journal, optimizer: Optimizer) -> Course:
+    """Go on from the state that `saved_fit` has found."""
+    facts: dict[str, Any] = journal.entry(STATE)
+    # Tensors only, and no code: what torch.load otherwise runs is whatever the file says.
+    content = torch.load(journal.folder / facts["file"], map_location="cpu", weights_only=True)
+    optimizer.load(content["values"], content["optimizer"])
+    looks = [(step, Look(**numbers)) for step, numbers in content["looks"]]
+    return Course(content["step"], content["losses"], looks, content["best"])
