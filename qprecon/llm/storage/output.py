@@ -18,7 +18,7 @@ import torch
 
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
-from qprecon.llm.storage.journal import PROGRESS, current_umask
+from qprecon.llm.storage.journal import PROGRESS, current_umask, sync
 
 GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
@@ -198,8 +198,9 @@ def complete_folder(
     model.config.save_pretrained(partial)
     _save_generation(model, partial, source)
     _explain(partial, report, tokenizer, masks)
-    if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
-        os.sync()
+    # Before the folder gets its name: a power cut must not leave a name without the content.
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
     _put(partial, out)
     for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
         shutil.rmtree(leftover, ignore_errors=True)
