@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,7 +50,7 @@ def main() -> None:
         report = prune_model(
             folder, calibration, pattern=arguments.pattern, mask=arguments.mask, update=arguments.update, targets=targets,
             nsamples=arguments.samples, seqlen=arguments.seqlen, out=out, device=device, store=arguments.store, tol=arguments.tol,
-            progress=False, resume=False,
+            progress=False, resume=False, **arguments.settings,
         )  # fmt: skip
         _wait(device)
         total = time.perf_counter() - started - probe.excluded
@@ -75,8 +76,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--store", help="where activations are kept; as prune_model decides unless given")
     parser.add_argument("--workdir", default="/tmp/qprecon-end-to-end", help="for models, random and pruned")
     parser.add_argument("--out-json", default="benchmarks/results/end_to_end_h100.json", help="the run is appended to this list")
+    parser.add_argument("--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of prune_model")
     parser.add_argument("--keep", action="store_true", help="keep the pruned model")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.settings = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in arguments.settings)}
+    return arguments
 
 
 def _model_folder(arguments: argparse.Namespace, device: torch.device) -> tuple[Path, str]:
@@ -126,6 +130,7 @@ def _run(name, device, report: PruneReport, probe: Probe, total: float, rates, c
         "pattern": arguments.pattern,
         "mask": arguments.mask,
         "update": arguments.update,
+        "settings": arguments.settings,
         "samples": report.settings["nsamples"],
         "seqlen": report.settings["seqlen"],
         "tol": arguments.tol,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
 from qprecon.llm import PruneReport
-from qprecon.llm.calibration import gram
-from qprecon.llm.pruning import loop as pipeline
+from qprecon.llm.statistics import gram, statistics
 
 _INVERSE_STEPS = 30
 
@@ -28,19 +28,23 @@ class Probe:
         self._peak = 0
 
     def __enter__(self) -> Probe:
-        self._accumulate, self._collect = gram.Gram.accumulate, pipeline.collect_grams
+        self._accumulate, self._add_drift = gram.Gram.accumulate, gram.Gram.add_drift
+        self._collect = statistics.collect_grams
         probe = self
 
         def accumulate(matrix: gram.Gram, *args) -> None:
             probe._timed(probe._accumulate, matrix, *args)
 
-        gram.Gram.accumulate, pipeline.collect_grams = accumulate, self._probed
+        def add_drift(matrix: gram.Gram, *args, **options) -> None:
+            probe._timed(partial(probe._add_drift, **options), matrix, *args)
+
+        gram.Gram.accumulate, gram.Gram.add_drift, statistics.collect_grams = accumulate, add_drift, self._probed
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         return self
 
     def __exit__(self, *error) -> None:
-        gram.Gram.accumulate, pipeline.collect_grams = self._accumulate, self._collect
+        gram.Gram.accumulate, gram.Gram.add_drift, statistics.collect_grams = self._accumulate, self._add_drift, self._collect
 
     def gram_seconds(self) -> float:
         """Of the Gram products alone; on a GPU waits for it."""

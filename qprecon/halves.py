@@ -8,12 +8,10 @@ tensor cores round sums to about 1e-6 |a||b|. Torch tensors only.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-import torch
-
-# torch.mm(…, out_dtype=) came with torch 2.8, for CUDA only.
-WIDE_PRODUCT = "dtype_out" in torch.ops.aten.mm.overloads() or "dtype" in torch.ops.aten.mm.overloads()
+from .interop import Array, namespace
 
 _LARGEST = 14  # the binary exponent of the largest entry
 _LEAF = 1024  # inputs up to which LAPACK or cuSOLVER inverts
@@ -24,12 +22,12 @@ _TILE, _PANELS = 128, 4
 class Halves:
     """x = (high + low)·unit: two float16 matrices and a power of two, on the device."""
 
-    high: torch.Tensor
-    low: torch.Tensor
-    unit: torch.Tensor
+    high: Array
+    low: Array
+    unit: Array
 
     @classmethod
-    def of(cls, x: torch.Tensor, *, used_up: bool = False) -> Halves:
+    def of(cls, x: Array, *, used_up: bool = False) -> Halves:
         """The halves of a float32 matrix, which may be used up to save the memory of a copy."""
         unit = unit_of(x)
         scaled = x.div_(unit) if used_up else x / unit
@@ -45,14 +43,16 @@ class Halves:
         return Halves(self.high.mT, self.low.mT, self.unit)
 
 
-def unit_of(x: torch.Tensor) -> torch.Tensor:
+def unit_of(x: Array) -> Array:
     """The power of two by which x is divided before it is halved; nothing waits for the device."""
+    torch = namespace(x)
     largest = torch.linalg.vector_norm(x, torch.inf).clamp_min(2.0**-100)
     return largest / torch.frexp(largest).mantissa * 2.0**-_LARGEST
 
 
-def multiply(left: Halves, right: Halves) -> torch.Tensor:
+def multiply(left: Halves, right: Halves) -> Array:
     """left · right, float32."""
+    torch = namespace(left.high)
     rows = torch.cat((left.high, left.low, left.high), 1)
     columns = torch.cat((right.high, right.high, right.low))
     return _wide(rows, columns).mul_(left.unit * right.unit)
@@ -61,34 +61,34 @@ def multiply(left: Halves, right: Halves) -> torch.Tensor:
 class Multiplier:
     """H·P for one H (N, N) and many P (N, K): from halves on a GPU, else in float32. H itself is used up."""
 
-    def __init__(self, matrix_NN: torch.Tensor):
+    def __init__(self, matrix_NN: Array):
         self._halved, (m, n) = has_fast_halves(matrix_NN), matrix_NN.shape
         if not self._halved:
             self._matrix_NN = matrix_NN
             return
-        self._unit = unit_of(matrix_NN)
+        torch, self._unit = namespace(matrix_NN), unit_of(matrix_NN)
         matrix_NN.div_(self._unit)
         self._rows_N3N = rows_N3N = torch.empty(m, 3 * n, dtype=torch.float16, device=matrix_NN.device)
         rows_N3N[:, :n] = matrix_NN
         rows_N3N[:, 2 * n :] = rows_N3N[:, :n]
         rows_N3N[:, n : 2 * n] = matrix_NN.sub_(rows_N3N[:, :n])
 
-    def __call__(self, p_NK: torch.Tensor) -> torch.Tensor:
+    def __call__(self, p_NK: Array) -> Array:
         """H·P, float32."""
         if not self._halved:
             return self._matrix_NN @ p_NK
         product_NK, unit = self._scaled(p_NK)
         return product_NK.mul_(unit)
 
-    def add_to(self, sum_NK: torch.Tensor, p_NK: torch.Tensor) -> None:
+    def add_to(self, sum_NK: Array, p_NK: Array) -> None:
         """Add H·P in place."""
         if self._halved:
             sum_NK.addcmul_(*self._scaled(p_NK))
         else:
             sum_NK.addmm_(self._matrix_NN, p_NK)
 
-    def _scaled(self, p_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        n, k = p_NK.shape
+    def _scaled(self, p_NK: Array) -> tuple[Array, Array]:
+        torch, (n, k) = namespace(p_NK), p_NK.shape
         unit = unit_of(p_NK)
         scaled_NK = p_NK / unit
         columns_3NK = torch.empty(3 * n, k, dtype=torch.float16, device=p_NK.device)
@@ -98,12 +98,13 @@ class Multiplier:
         return _wide(self._rows_N3N, columns_3NK), self._unit * unit
 
 
-def inverse(matrix_NN: torch.Tensor) -> torch.Tensor:
+def inverse(matrix_NN: Array) -> Array:
     """The inverse of a symmetric positive definite float32 matrix, which is used up; NaN if it is not definite numerically.
 
     On a GPU R = L⁻¹ (A = LLᵀ) is made by halves, then RᵀR: 2 N³ flops in products. As accurate as Cholesky in float32 (the error of
     A⁻¹ grows with the condition number alike): the blocks of L and R are bounded, unlike those of an inverse made block by block.
     """
+    torch = namespace(matrix_NN)
     if not has_fast_halves(matrix_NN):
         return torch.cholesky_inverse(_cholesky(matrix_NN))
     _invert_factor(matrix_NN)
@@ -118,9 +119,9 @@ def inverse(matrix_NN: torch.Tensor) -> torch.Tensor:
     return matrix_NN
 
 
-def _invert_factor(matrix_NN: torch.Tensor) -> None:
+def _invert_factor(matrix_NN: Array) -> None:
     """Put L⁻¹, lower triangular, in place of a matrix LLᵀ of which only the lower triangle is read."""
-    n = len(matrix_NN)
+    torch, n = namespace(matrix_NN), len(matrix_NN)
     if n <= _LEAF:
         identity = torch.eye(n, dtype=matrix_NN.dtype, device=matrix_NN.device)
         matrix_NN.copy_(torch.linalg.solve_triangular(_cholesky(matrix_NN), identity, upper=False))
@@ -136,18 +137,28 @@ def _invert_factor(matrix_NN: torch.Tensor) -> None:
     matrix_NN[:middle, middle:] = 0
 
 
-def _cholesky(matrix_NN: torch.Tensor) -> torch.Tensor:
+def _cholesky(matrix_NN: Array) -> Array:
     """L; with NaN on its diagonal if there is none. Nothing waits for the device."""
+    torch = namespace(matrix_NN)
     factor_NN, failed = torch.linalg.cholesky_ex(matrix_NN)
     factor_NN.diagonal().masked_fill_(failed != 0, torch.nan)
     return factor_NN
 
 
-def has_fast_halves(x: torch.Tensor) -> bool:
-    """Whether products of float16 matrices with float32 results pay on this tensor's device."""
-    return x.is_cuda and WIDE_PRODUCT
+def has_fast_halves(x: Array) -> bool:
+    """Whether products of 16-bit matrices with float32 results are fast on this tensor's device."""
+    return x.is_cuda and wide_product()
 
 
-def _wide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+@functools.cache
+def wide_product() -> bool:
+    """Whether this torch has `mm(…, out_dtype=)`, which came with 2.8, for CUDA only."""
+    import torch
+
+    overloads = torch.ops.aten.mm.overloads()
+    return "dtype_out" in overloads or "dtype" in overloads
+
+
+def _wide(a: Array, b: Array) -> Array:
     """a·b of float16 matrices, float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return namespace(a).mm(a, b, out_dtype=namespace(a).float32) if a.is_cuda else a.float() @ b.float()

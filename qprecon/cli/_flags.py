@@ -63,14 +63,15 @@ def _kind(each: dataclasses.Field, option: Option, hint: Any) -> dict[str, Any]:
         return {"nargs": "+", "metavar": option.metavar}
     if option.metavar == "N:M" or not {int, float} & set(members):
         return {"metavar": option.metavar}
-    return {"type": number(int if int in members else float, percent=str in members), "metavar": option.metavar}
+    kind, percent = int if int in members else float, str in members and not option.words
+    return {"type": number(kind, percent, option.words), "metavar": option.metavar}
 
 
-def number(kind: type, percent: bool = False) -> Callable[[str], Any]:
-    """Reads a number, or a percentage as it is; what it says of anything else names what may have been meant."""
+def number(kind: type, percent: bool = False, known: tuple[str, ...] = ()) -> Callable[[str], Any]:
+    """Reads a number; a percentage or one of the `known` words as it is. What it says of anything else names what may be meant."""
 
     def read(text: str) -> Any:
-        if percent and text.strip().endswith("%"):
+        if text in known or (percent and text.strip().endswith("%")):
             return text
         try:
             return kind(text)

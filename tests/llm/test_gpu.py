@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qprecon.llm import prune_model
-from qprecon.llm.calibration.gram import Gram
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.pruning.measure import Energy
+from qprecon.llm.statistics.gram import Gram
 from tests.llm.families import build, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -68,3 +68,47 @@ def test_energies_from_split_halves():
     narrow = d.bfloat16().float()
     expected = (narrow.double() * (hessian.double() @ narrow.double())).sum(0)
     torch.testing.assert_close(Energy(hessian)(narrow, narrow=True), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weighted_gram_and_drift_of_each_dtype(dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(4, 2048, 96, device="cuda") * torch.logspace(-2, 1, 96, device="cuda")).to(dtype)
+    dense = (x.float() + 0.1 * torch.randn_like(x.float()) * x.float().abs()).to(dtype)
+    s = torch.rand(4, 2048, device="cuda") + 0.1
+    matrix = Gram(torch.zeros(96, 96, device="cuda"), batched=True)
+    for sample, other, weights_T in zip(x, dense, s, strict=True):
+        matrix.add(sample, weights_T)
+        matrix.add_drift(sample, other, weights_T)
+    matrix.finish()
+    rows, delta, s_T1 = x.reshape(-1, 96).double(), (dense.double() - x.double()).reshape(-1, 96), s.reshape(-1, 1).double()
+    hessian, drift = rows.T @ (s_T1 * rows), rows.T @ (s_T1 * delta)
+    scale, other = hessian.diagonal().sqrt(), (delta.T @ (s_T1 * delta)).diagonal().sqrt()
+    # in bfloat16 weighted rows and differences are rounded, as activations are
+    assert ((matrix.hessian_NN - hessian) / torch.outer(scale, scale)).abs().max() < (1e-4 if dtype == torch.bfloat16 else 2e-5)
+    assert ((matrix.drift_NN - drift) / torch.outer(scale, other)).abs().max() < (1e-4 if dtype == torch.bfloat16 else 2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+@pytest.mark.parametrize("store", [None, "cpu"])
+def test_order_drift_and_token_weights_as_on_the_cpu(family, store):
+    settings = dict(mask="magnitude", backend="cholesky", order=True, drift=0.5, token_weights=0.5, progress=False)
+    on_cpu, visiting = build(family), build(family)
+    prune_model(on_cpu, tokens(8), device="cpu", **settings)
+    report = prune_model(visiting, tokens(8), device="cuda", store=store, **settings)
+    assert {"gradients", "gram", "propagate"} <= set(report.phase_seconds)
+    for a, b in zip(on_cpu.parameters(), visiting.parameters(), strict=True):
+        assert b.device.type == "cpu" and torch.equal(a == 0, b == 0)
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_order_drift_and_token_weights_from_disk_to_disk(tmp_path):
+    settings = dict(device="cuda", order=True, drift=0.5, token_weights=0.5, progress=False)
+    build("llama").bfloat16().save_pretrained(tmp_path / "dense")
+    model, _ = load_causal_lm(tmp_path / "dense", device="cpu", dtype="auto")
+    prune_model(model, tokens(8), **settings)
+    assert prune_model(tmp_path / "dense", tokens(8), out=tmp_path / "out", **settings).settings["streamed"]
+    loaded, _ = load_causal_lm(tmp_path / "out", device="cpu", dtype="auto")
+    for a, b in zip(loaded.parameters(), model.parameters(), strict=True):  # a backward pass on a GPU may round otherwise
+        assert (a == 0).float().sub((b == 0).float()).abs().mean() < 0.02
+        torch.testing.assert_close(a.float().norm(), b.float().norm(), rtol=1e-2, atol=0)

@@ -9,67 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.memory import choose_store, stored
+from qprecon.llm.calibration.memory import choose_store
 from qprecon.llm.calibration.replay import Call, run_block, split_call
+from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.unprunable import FromBlock, ReplayCheck, Turns, Unknown, marked, no_other_stack, same_tensor, unknown
 
 _PROBE_TOKENS = 8
 _SCALARS = (bool, int, float, str)
-
-
-@dataclass
-class BlockInputs:
-    """Inputs of one block, sample by sample, and the other arguments of all blocks. A sample is a window, or a few of them.
-
-    `hidden[s]` is the input of sample s, (B, T, D) in the model's dtype, on the store device (pinned if that is the host's memory
-    and blocks run on a GPU); at first that of block 0. `calls[b][s]` are the other arguments of block b; what is equal between
-    samples is one object. `names[s]` says which windows sample s holds. `borrowing`: a block was given what another returned
-    beside its hidden state, and fails if it uses that.
-    """
-
-    hidden: list[torch.Tensor]
-    calls: list[list[Call]]
-    device: torch.device
-    store: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    names: list[str] = field(default_factory=list)
-    borrowing: bool = False
-    advanced: dict[int, int] = field(default_factory=dict)  # sample -> the last block that it went through
-
-    @property
-    def n_samples(self) -> int:
-        return len(self.hidden)
-
-    def run(self, block: nn.Module, index: int, sample: int) -> torch.Tensor:
-        """The output hidden state of `block` (the block of that `index`) for the stored input of `sample`."""
-        return run_block(block, self.hidden[sample].to(self.device, non_blocking=True), self.calls[index][sample])
-
-    def advance(self, block: nn.Module, index: int) -> None:
-        """Replace every input by the block's output, that is, by the input of the next block.
-
-        After an exception on the way (memory ran out), a second call goes on with the samples that are left.
-        """
-        with torch.no_grad():
-            for sample in range(self.n_samples):
-                if self.advanced.get(sample) != index:
-                    self.hidden[sample] = stored(self.run(block, index, sample), self.store, self.hidden[sample])
-                    self.advanced[sample] = index
-
-    def to_host(self) -> bool:
-        """Move the inputs to the host's memory; False if they are there."""
-        if self.store.type == "cpu":
-            return False
-        self.store = torch.device("cpu")
-        for sample, hidden in enumerate(self.hidden):
-            self.hidden[sample] = stored(hidden, self.store)
-        return True
 
 
 def capture_inputs(
@@ -80,6 +33,7 @@ def capture_inputs(
     device: torch.device | str | None = None,
     store: torch.device | str | None = None,
     batch: int = 1,
+    streams: int = 1,
     on_sample: Callable[[], None] = lambda: None,
 ) -> BlockInputs:
     """The inputs of all `blocks` for every sample, a (T,) or (1, T) tensor of token numbers.
@@ -87,14 +41,15 @@ def capture_inputs(
     With `batch` > 1 neighbours of one length go through the blocks together: small models are then not bound by launches.
 
     Arguments of blocks go to `device`, where the blocks will run, the model's own unless given; hidden states are kept on
-    `store`, by default wherever `choose_store` says. The model is left as it was found, also after an exception.
+    `store`, by default wherever `choose_store` says for `streams` times as many. The model is left as it was found,
+    also after an exception.
 
     Raises ValueError, naming the block or the list of blocks, for a model that cannot be replayed block by block. Where all
     blocks are loaded, a replay of eight tokens is compared with the model's own pass as well.
     """
     device = torch.device(device or next(model.parameters()).device)
     decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
-    run = partial(_captured, decoder, blocks, samples, device, store, batch, on_sample)
+    run = partial(_captured, decoder, blocks, samples, device, store, batch, streams, on_sample)
     try:
         with _moved(decoder, blocks, device):
             return run()
@@ -105,20 +60,20 @@ def capture_inputs(
 
 def _captured(
     decoder: nn.Module, blocks: Sequence[Block], samples: Sequence[torch.Tensor], device: torch.device, store: Any, batch: int,
-    on_sample: Callable[[], None],
+    streams: int, on_sample: Callable[[], None],
 ) -> BlockInputs:  # fmt: skip
     """`capture_inputs` with the decoder where it is."""
     home = next(decoder.parameters()).device
     store = None if store in (None, "auto") else torch.device(store)
-    recorder = _Recorder(decoder, blocks, device, store, sum(sample.numel() for sample in samples))
+    recorder = _Recorder(decoder, blocks, device, store, streams * sum(sample.numel() for sample in samples))
     batches, names = _batched([sample.reshape(1, -1) for sample in samples], batch)
     short = batches[0][:1, :_PROBE_TOKENS].to(home)
     with evaluation_mode(decoder), torch.no_grad():
-        with _replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
+        with replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
             decoder(input_ids=short, use_cache=False)
         if not any(parameter.is_meta for block in blocks for parameter in block.module.parameters()):
             _check_replay(decoder, blocks, short, recorder.containers)
-        with _replaced_forwards(blocks, recorder.record):
+        with replaced_forwards(blocks, recorder.record):
             for numbers in batches:
                 with recorder.sample():
                     decoder(input_ids=numbers.to(home), use_cache=False)
@@ -130,15 +85,15 @@ def _check_replay(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tens
     """ValueError where a replay of the few tokens `short`, (1, T), is not what the model computes for them."""
     recorder = _Recorder(decoder, blocks, short.device, short.device, short.numel())
     recorder.containers = containers
-    with _replaced_forwards(blocks, recorder.record), recorder.sample():
+    with replaced_forwards(blocks, recorder.record), recorder.sample():
         decoder(input_ids=short, use_cache=False)
-    check = ReplayCheck(blocks, recorder.model, _placed)
+    check = ReplayCheck(blocks, recorder.model, placed)
 
     def beside(index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         replay = partial(run_block, forward, call=recorder.calls[index][0])
         return check.block(index, split_call(args, kwargs)[0], partial(forward, *args, **kwargs), replay)
 
-    with _replaced_forwards(blocks, beside):
+    with replaced_forwards(blocks, beside):
         decoder(input_ids=short, use_cache=False)
 
 
@@ -154,11 +109,11 @@ def _moved(decoder: nn.Module, blocks: Sequence[Block], device: torch.device) ->
     """
     probed = set(firsts(blocks))
     away = {id(m) for index, block in enumerate(blocks) if index not in probed for m in block.module.modules()}
-    return _placed((module for module in decoder.modules() if id(module) not in away), device)
+    return placed((module for module in decoder.modules() if id(module) not in away), device)
 
 
 @contextmanager
-def _placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+def placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
     """While open, what each of the modules holds itself is on the device; then the same tensors again."""
     before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:
@@ -201,7 +156,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced_forwards(blocks: Sequence[Block], replacement: Callable) -> Iterator[None]:
+def replaced_forwards(blocks: Sequence[Block], replacement: Callable) -> Iterator[None]:
     """While open, block b's forward is `replacement(b, original forward, args, kwargs)`."""
     found = [block.module.__dict__.get("forward") for block in blocks]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -27,6 +28,12 @@ def stored(hidden: torch.Tensor, store: torch.device, into: torch.Tensor | None 
     return into.copy_(hidden, non_blocking=True)
 
 
+def own_copy(hidden: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`hidden` on the device, in memory of its own: a block may change its input in place."""
+    moved = hidden.to(device, non_blocking=True)
+    return hidden.clone() if moved is hidden else moved
+
+
 def fetched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Contiguous copies in the host's memory; from a GPU in pinned memory, there once the current stream is done.
 
@@ -35,11 +42,22 @@ def fetched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: stored(tensor.contiguous(), torch.device("cpu")) for name, tensor in tensors.items()}
 
 
-def choose_store(bytes_needed: int, device: torch.device) -> torch.device:
-    """Where activations go: the device if they take up to a third of what is free there, otherwise the host's memory."""
-    if device.type != "cuda" or bytes_needed <= torch.cuda.mem_get_info(device)[0] / 3:
+def choose_store(bytes_needed: int, device: torch.device, share: int = 3) -> torch.device:
+    """Where activations go: the device if they take up to a third (1/`share`) of what is free there, otherwise the host."""
+    if device.type != "cuda" or bytes_needed <= torch.cuda.mem_get_info(device)[0] / share:
         return device
     return torch.device("cpu")
+
+
+def check_host_memory(bytes_needed: int, what: str) -> None:
+    """MemoryError, beginning with `what`, where the host has less to give; where that is not known, nothing."""
+    try:
+        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = 1024 * int(facts["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return
+    if bytes_needed > available:
+        raise MemoryError(f"{what}: {bytes_needed / 1e9:.3g} GB, but {available / 1e9:.3g} GB of the host's memory are available")
 
 
 def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Callable[[], Result]) -> Result:
@@ -60,10 +78,12 @@ def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Cal
 _PASS = 2**24  # numbers in the hidden state of one forward pass on a GPU
 
 
-def windows_together(model: nn.Module, windows: Sequence[torch.Tensor], device: torch.device) -> int:
-    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16."""
+def windows_together(
+    model: nn.Module, windows: Sequence[torch.Tensor], device: torch.device, most: int | None = None
+) -> int:
+    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16, or `most`."""
     if device.type == "cpu":
         return 1
     longest = max(window.numel() for window in windows)
     width = model.get_input_embeddings().embedding_dim
-    return int(min(max(_PASS // (longest * width), 1), 16))
+    return int(min(max(_PASS // (longest * width), 1), most or 16))

@@ -30,8 +30,12 @@ def split_call(args: tuple, kwargs: dict) -> tuple[torch.Tensor, Call]:
 
 def run_block(block: Callable, hidden: torch.Tensor, call: Call) -> torch.Tensor:
     """`block` on `hidden` with the captured arguments; the hidden state that it returns."""
-    if call.keyword is None:
-        output = block(hidden, *call.args, **call.kwargs)
-    else:
-        output = block(*call.args, **{call.keyword: hidden}, **call.kwargs)
+    output = call_block(block, hidden, call)
     return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def call_block(block: Callable, hidden: torch.Tensor, call: Call) -> Any:
+    """`block` on `hidden` with the captured arguments; all that it returns: the hidden state, or a tuple that begins with it."""
+    if call.keyword is None:
+        return block(hidden, *call.args, **call.kwargs)
+    return block(*call.args, **{call.keyword: hidden}, **call.kwargs)

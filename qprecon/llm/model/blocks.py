@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,3 +68,9 @@ def _within_decoder(model: nn.Module, names: list[str]) -> list[str]:
 def _is_outermost(name: str, lists: dict[str, nn.ModuleList]) -> bool:
     # A list inside another one is a part of a block (experts, for example), not the list of blocks.
     return not any(name.startswith(other + ".") for other in lists if other != name)
+
+
+def outside_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[nn.Module]:
+    """The modules of the model that are no part of a block."""
+    inside = {id(module) for block in blocks for module in block.module.modules()}
+    return [module for module in model.modules() if id(module) not in inside]

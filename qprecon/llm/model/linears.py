@@ -81,12 +81,15 @@ class LinearView:
         with torch.no_grad():
             self._oriented().copy_(weights_NK)
 
-    def _stored(self) -> torch.Tensor:
-        stored = self.parameter.detach()
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What of a tensor of the parameter's shape belongs to this layer; a view, as stored."""
         if self.expert is None:
-            return stored
+            return tensor
         # A view also where the experts lie below each other in a matrix.
-        return stored.view(self.experts, -1, stored.shape[-1])[self.expert]
+        return tensor.view(self.experts, -1, tensor.shape[-1])[self.expert]
+
+    def _stored(self) -> torch.Tensor:
+        return self.part_of(self.parameter.detach())
 
     def _oriented(self) -> torch.Tensor:
         return self._stored() if self.inputs_first else self._stored().t()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from qprecon.llm.calibration.capture import evaluation_mode
-from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.masks import LayerData, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.pruning.plan import Plan
+from qprecon.llm.pruning.plan import LayerPlan, Plan
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.statistics.collect import collect_grams
+from qprecon.llm.statistics.gradients import LossGradients
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
 from qprecon.options import is_number
@@ -53,20 +54,50 @@ class Owl:
         return {"lam": self.lam, "threshold": self.threshold}
 
 
-def owl_asked(recipe: Recipe) -> Owl | None:
+@dataclass(frozen=True)
+class ByLoss:
+    """Sparsities at which the next weight to go would add as much to the loss wherever it is, within bounds.
+
+    With the cost of a weight w²·Σ_t m_t x_t², m_t the mean squared gradient of the loss at a token's outputs, one threshold for all
+    weights gives the share that each part keeps. These shares are scaled linearly to a range of 2·lam, as OWL's are, and shifted so
+    that the share of all weights together is met. per: "block" or "layer", the parts.
+    """
+
+    overall: Pattern
+    lam: float = 0.08
+    per: str = "block"
+
+    def __post_init__(self) -> None:
+        if self.overall.is_nm:
+            raise ValueError(f"allocation 'loss' varies the share of zeros, so it has no use for {self.overall}; give a sparsity")
+        if not is_number(self.lam) or not 0 <= self.lam < math.inf:
+            raise ValueError(f"allocation 'loss': lam must be a number and not negative, got {self.lam!r}")
+        if self.per not in ("block", "layer"):
+            raise ValueError(f"allocation 'loss': per must be block or layer, got {self.per!r}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"lam": self.lam, "per": self.per}
+
+
+RULES: dict[str, type[Owl] | type[ByLoss]] = {"owl": Owl, "loss": ByLoss}
+
+
+def allocation_asked(recipe: Recipe) -> Owl | ByLoss | None:
     """What is to be done about sparsities: None for "uniform". ValueError where the settings do not go together."""
-    options = recipe.allocation_options
-    if recipe.allocation == "uniform":
+    name, options = recipe.allocation, recipe.allocation_options
+    if name == "uniform":
         if options:
-            raise ValueError(f"allocation_options ({', '.join(options)}) need allocation='owl'")
+            raise ValueError(f"allocation_options ({', '.join(options)}) need allocation={' or '.join(map(repr, RULES))}")
         return None
     if recipe.mask == "given":
-        raise ValueError("allocation 'owl': given masks are taken as they are, so it would have no effect")
+        raise ValueError(f"allocation {name!r}: given masks are taken as they are, so it would have no effect")
     if isinstance(recipe.amount, Mapping):
-        raise ValueError("allocation 'owl' needs one sparsity for all layers; the pattern gives each its own")
-    if unknown := set(options) - {"lam", "threshold"}:
-        raise ValueError(f"allocation 'owl' has no option {min(unknown)!r}; its options are lam, threshold")
-    return Owl(Pattern.parse(recipe.amount), **options)
+        raise ValueError(f"allocation {name!r} needs one sparsity for all layers; the pattern gives each its own")
+    known = [each.name for each in fields(RULES[name]) if each.name != "overall"]
+    if unknown := set(options) - set(known):
+        raise ValueError(f"allocation {name!r} has no option {min(unknown)!r}; its options are {', '.join(known)}")
+    return RULES[name](Pattern.parse(recipe.amount), **options)
 
 
 def owl_plan(
@@ -115,6 +146,57 @@ def owl_densities(outliers: Sequence[float], sparsity: float, lam: float = 0.08)
     raised = [(value - low) / (high - low) * 2 * lam for value in outliers] if high > low else [0.0] * len(outliers)
     mean = sum(raised) / len(raised)
     return [min(1.0, max(0.0, value - mean + 1 - sparsity)) for value in raised]
+
+
+def loss_plan(plan: Plan, gradients: LossGradients, rule: ByLoss) -> Plan:
+    """`plan` with the sparsities of the rule. Layers of which nothing is known get their block's, or the overall one."""
+    parts: dict[str, list[LayerPlan]] = {}
+    for block, layers in zip(plan.blocks, plan.layers, strict=True):
+        for layer in layers:
+            if layer.view.name in gradients.costs:
+                parts.setdefault(block.name if rule.per == "block" else layer.view.name, []).append(layer)
+    if not parts:
+        return plan
+    counts = torch.stack([_sum([gradients.costs[layer.view.name] for layer in layers]) for layers in parts.values()])
+    kept = dict(zip(parts, balanced_densities(counts, rule.overall.sparsity, rule.lam), strict=True))
+    planned = []
+    for block, layers in zip(plan.blocks, plan.layers, strict=True):
+        shares = [kept.get(layer.view.name, kept.get(block.name)) for layer in layers]
+        pairs = zip(layers, shares, strict=True)
+        planned.append(tuple(layer if share is None else replace(layer, pattern=_pattern(1 - share)) for layer, share in pairs))
+    return replace(plan, layers=tuple(planned))
+
+
+def balanced_densities(counts: torch.Tensor, sparsity: float, lam: float) -> list[float]:
+    """The share of weights that each part keeps, from `counts` (parts, bins) of weights by the cost of their removal, ascending.
+
+    The mean, by numbers of weights, is 1 − sparsity; shares are at most 2·lam apart, and from 0.01 to 1.
+    """
+    sizes = counts.sum(1).double()
+    below = counts.sum(0).cumsum(0).double()
+    wanted = sparsity * float(sizes.sum())
+    edge = int(torch.searchsorted(below, wanted).clamp(max=len(below) - 1))
+    before = float(below[edge - 1]) if edge else 0.0
+    part_of_edge = (wanted - before) / max(float(below[edge]) - before, 1.0)  # of the bin in which the threshold lies
+    gone = counts[:, :edge].sum(1).double() + part_of_edge * counts[:, edge].double()
+    shares = 1 - gone / sizes
+    spread = float(shares.max() - shares.min())
+    raised = shares * (min(1.0, 2 * lam / spread) if spread > 0 else 0.0)
+    return _shifted(raised, sizes, 1 - sparsity).tolist()
+
+
+def _shifted(values: torch.Tensor, sizes: torch.Tensor, mean: float) -> torch.Tensor:
+    """`values` plus a number, cut to [0.01, 1], so that their mean by sizes is as given (as near as that allows)."""
+    low, high = -1.0 - float(values.max()), 1.0 - float(values.min())
+    for _ in range(60):
+        middle = (low + high) / 2
+        reached = float(((values + middle).clamp(0.01, 1) * sizes).sum() / sizes.sum())
+        low, high = (middle, high) if reached < mean else (low, middle)
+    return (values + high).clamp(0.01, 1)
+
+
+def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(tensors)).sum(0)
 
 
 def _pattern(fraction: float) -> Pattern:

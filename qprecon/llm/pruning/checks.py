@@ -15,6 +15,7 @@ from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
+from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.options import is_number
 
 
@@ -26,6 +27,7 @@ def check_choices(method: Method, device: torch.device) -> None:
     if method.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
     selector.options(method.mask_options)
+    RefineOptions.of(method.refine_options)
     _check_solve_options(method)
     if method.update == "optimal":
         _try_solve(method, device)

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.capture import evaluation_mode
-from qprecon.llm.calibration.gram import collect_grams
-from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.windows import describe_source
-from qprecon.llm.masks import get_selector
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
-from qprecon.llm.pruning.allocation import owl_asked, owl_plan
+from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
+from qprecon.llm.pruning.blocks import prune_blocks
 from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
-from qprecon.llm.pruning.measure import finished_rows, kept_masks
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import find_model, open_source
-from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
-from qprecon.llm.pruning.update import grouped, prune_group
+from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import outcome
-from qprecon.llm.reporting.progress import CONTINUING
-from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.options import takes
 from qprecon.llm.settings.recipe import Recipe, as_recipe
-from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
-from qprecon.llm.storage.sources import DiskBlocks
 
 
 @takes(Recipe)
@@ -95,9 +86,9 @@ def prune_model(
                 log.note(f"{given} is a link: the model is written to {out}")
         if store not in (None, "auto"):
             choose_device(store, "store")
-        owl = owl_asked(recipe)
+        rule = allocation_asked(recipe)
         recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store, "save_masks": save_masks}
-        recorded["allocation_options"] = owl and owl.options
+        recorded["allocation_options"] = rule and rule.options
         method = Method(**recipe.settings(), keep_masks=save_masks)
         check_choices(method, device)
         with log.library_bars():
@@ -116,9 +107,9 @@ def prune_model(
             log.note(hint)
         log.say_notes()
         with log.bar(plan.n_layers, blocks=sum(map(bool, plan.layers))):
-            if owl is not None and source.finished <= plan.last:
-                plan = owl_plan(source, plan, samples, owl, store, log)
-            rows, kept_on = _prune_blocks(source, plan, method, samples, recipe.propagate, store, log)
+            if isinstance(rule, Owl) and source.finished <= plan.last:
+                plan = owl_plan(source, plan, samples, rule, store, log)
+            rows, kept_on = prune_blocks(source, plan, method, rule, samples, store, log)
         source.close()
     finally:
         source.stop()
@@ -136,57 +127,5 @@ def prune_model(
                 complete_folder(partial_folder(out), shards, found.model, folder, report, out, found.tokenizer, masks)
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
-
-
-def _prune_blocks(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], propagate: str,
-    store: Any, log: RunLog,
-) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
-    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
-    rows, dense = list(source.rows), propagate == "dense"
-    finished = sum(map(bool, plan.layers[: source.finished]))
-    errors = [row.error_stored for row in rows]
-    log.step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
-    if source.finished > plan.last:
-        return rows, None
-    with evaluation_mode(source.model):
-        if get_selector(method.mask).model_level:
-            with log.phase("learn masks"):
-                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))
-        with log.phase("capture"):
-            inputs = source.capture(samples, store)
-        for index, block in enumerate(plan.blocks[: plan.last + 1]):
-            layers, views = plan.layers[index], [layer.view for layer in plan.layers[index]]
-            with source.opened(index, dense=dense) as module:
-                if dense or index >= source.finished:
-                    with log.phase("gram"):
-                        log.step(block.name, 0)
-                        collect = partial(collect_grams, module, views, inputs, index, keep_outputs=dense)
-                        grams = with_room(inputs, log.note, block.name, collect)
-                if index >= source.finished:
-                    drafts = []
-                    for group in grouped(layers, grams):
-                        drafts += prune_group(group, grams, method)
-                        log.step(block.name, len(group), layer=group[-1].view.name)
-                    rows += (new := finished_rows(drafts))
-                    log.add_rows(new)
-                    source.finish(index, new, kept_masks(drafts))
-                    log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
-                with log.phase("propagate"):
-                    if dense:
-                        inputs.hidden = grams.outputs
-                    elif index < plan.last:
-                        with_room(inputs, log.note, block.name, partial(inputs.advance, module, index))
-    return rows, inputs.store
-
-
-def _learn_masks(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], log: RunLog
-) -> dict[str, torch.Tensor]:
-    linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
-    return get_selector(method.mask).learn(
-        source.model, samples, linears=linears, device=source.device, **method.mask_options,
-        progress=lambda step, steps, loss: log.step(f"masks: step {step} of {steps}", 0),
-    )  # fmt: skip
 
 

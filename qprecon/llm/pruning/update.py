@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import qprecon
-from qprecon.llm.calibration.gram import BlockGrams
 from qprecon.llm.masks import LayerData, Selection, get_selector
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.pruning.measure import Draft, Seconds, draft_rows
 from qprecon.llm.pruning.method import Method
+from qprecon.llm.statistics.collect import BlockGrams
+from qprecon.llm.statistics.target import asked_weights
 
 if TYPE_CHECKING:
     from qprecon.llm.pruning.plan import LayerPlan
@@ -38,7 +39,8 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
     clock = [time.perf_counter()]
     views = [layer.view for layer in layers]
     prepared, tokens = qprecon.prepare(grams.hessian(views[0]), damping=method.damping), grams.tokens(views[0])
-    dense_NK, selection, note = choose_masks(layers, prepared, tokens, method)
+    asked = asked_weights(views, grams, method.drift, method.residual, method.damping)
+    dense_NK, selection, note = choose_masks(layers, asked, prepared, tokens, method)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
@@ -56,10 +58,9 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
 
 
 def choose_masks(
-    layers: Sequence[LayerPlan], prepared: qprecon.PreparedHessian, tokens: int, method: Method
+    layers: Sequence[LayerPlan], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method
 ) -> tuple[torch.Tensor, Selection, str]:
-    """Dense weights and selection of all layers side by side, and a note where another rule had to be taken."""
-    weights = [layer.view.weights_NK() for layer in layers]
+    """The given weights and the selection of all layers side by side, and a note where another rule had to be taken."""
     chosen = []
     for layer, part in zip(layers, weights, strict=True):
         data = LayerData(layer.view.name, part, prepared.hessian.hessian_NN, tokens, prepared)

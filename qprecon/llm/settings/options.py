@@ -23,7 +23,8 @@ class Option:
 
     help: one sentence, for the command line, Python and the documentation alike. group: the heading it stands under.
     flag: of the command, made from the name unless given. aliases: words of other tools for it. choices: all values, where they
-    are few. least: the smallest value. default: how the default reads where it is not the field's own.
+    are few. least: the smallest value. words: what may stand in a number's place. default: how the default reads where it is not
+    the field's own.
     """
 
     help: str
@@ -33,6 +34,7 @@ class Option:
     flag: str = ""
     metavar: str | None = None
     least: float = -math.inf
+    words: tuple[str, ...] = ()
     default: str = ""
 
 
@@ -71,11 +73,18 @@ def check_options(values: Any, kind: type, what: str = "recipe") -> None:
         value = getattr(values, each.name)
         if value != each.default:
             check_values(what, {each.name: value}, kind)
-        if known.choices and not isinstance(value, bool) and value not in known.choices:
-            hint = nearest(str(value), known.choices)
-            raise ValueError(f"{each.name} must be one of {', '.join(known.choices)}, got {value!r}{hint}")
+        if known.choices and not isinstance(value, bool):
+            check_choice(each.name, value, known.choices)
+        if known.words and isinstance(value, str) and value not in known.words:
+            raise ValueError(f"{each.name} must be a number or {' or '.join(known.words)}, got {value!r}")
         if isinstance(value, int | float) and not value >= known.least:
             raise ValueError(f"{each.name} must be at least {known.least:g}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """ValueError, with the nearest of them, for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.settings.options import Option, check_options, nearest, option, options
+from qprecon.llm.settings.options import Option, check_choice, check_options, nearest, option, options
+from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
-ALLOCATIONS = ("uniform", "owl")
+ALLOCATIONS = ("uniform", "owl", "loss")
+REFINE = ("none", "block", "halves")
 PROGRESS = ("bar", "json", "quiet")
 DEFAULT_SPARSITY = 0.5
 
@@ -42,23 +44,30 @@ class Recipe:
         "layers that match none stay dense",
         AMOUNT, aliases=("sparsity_type", "mask_structure"), metavar="N:M",
     )  # fmt: skip
+    preset: str = option(
+        "fast",
+        "defaults for what is not said: fast, balanced (order, drift=0.5, token_weights=0.5), best (with the mask alps too)",
+        AMOUNT, choices=tuple(PRESETS),
+    )  # fmt: skip
     mask: str = option(
-        "wanda",
+        None,
         "how the kept weights are chosen: wanda, magnitude, sparsegpt, thanos, alps, proxsparse (2:4 only), given, or an installed "
         "plugin's name",
-        AMOUNT, aliases=("prune_method",),
+        AMOUNT, aliases=("prune_method",), default="wanda",
     )  # fmt: skip
     mask_options: Mapping[str, Any] | None = option(
         None, "options of the mask, e.g. block_size=64", AMOUNT, flag="--mask-option", metavar="KEY=VALUE"
     )
     allocation: str = option(
-        "uniform", "uniform: one sparsity for all blocks; owl: a lower one for blocks with more outliers, the same on average",
-        AMOUNT, choices=ALLOCATIONS,
+        None,
+        "uniform: one sparsity for all blocks; owl: a lower one for blocks with more outliers; loss: a lower one where the loss's "
+        "gradient says that weights matter more; the same on average",
+        AMOUNT, choices=ALLOCATIONS, default="uniform",
     )  # fmt: skip
     allocation_options: Mapping[str, Any] | None = option(
         None,
-        "options of owl: lam=0.08 (blocks differ by at most twice that), threshold=5 (an outlier is above so many times the mean "
-        "score)",
+        "options of owl and loss: lam=0.08 (blocks differ by at most twice that); of owl: threshold=5 (an outlier is above so many "
+        "times the mean score); of loss: per=block or layer",
         AMOUNT, flag="--allocation-option", metavar="KEY=VALUE",
     )  # fmt: skip
     update: str = option(
@@ -73,6 +82,38 @@ class Recipe:
     solve_options: Mapping[str, Any] | None = option(
         None, "options of `qprecon.solve` or, if it is named, of the backend", WEIGHTS, flag="--solve-option", metavar="KEY=VALUE"
     )
+    order: bool = option(
+        None,
+        "prune the layers of a block in the order in which it calls them (q, k, v; then o; gate, up; down), each group on what the "
+        "pruned ones before it give",
+        CALIBRATION, aliases=("true_sequential",),
+    )  # fmt: skip
+    drift: float | str = option(
+        None,
+        "how much of the drift that pruned layers before them cause the kept weights are to undo, 0 to 1, or auto (as much as is "
+        "explained on windows held out)",
+        CALIBRATION, least=0, words=("auto",), metavar="SHARE", default="0",
+    )  # fmt: skip
+    residual: float = option(
+        None,
+        "how much of the drift of the residual stream the layers that write to it (o, down) are to undo, 0 to 1; with order",
+        CALIBRATION, least=0, metavar="SHARE", default="0",
+    )  # fmt: skip
+    token_weights: float = option(
+        None,
+        "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
+        CALIBRATION, least=0, metavar="POWER", default="0",
+    )  # fmt: skip
+    refine: str = option(
+        None,
+        "then train the kept weights of each block, or of each half of it, together towards the dense block's output: none, block "
+        "or halves",
+        WEIGHTS, choices=REFINE, default="none",
+    )  # fmt: skip
+    refine_options: Mapping[str, Any] | None = option(
+        None, "options of refine: passes=4, lr=1e-4, teacher=0.5 (the share of the dense stream in what is aimed at)", WEIGHTS,
+        flag="--refine-option", metavar="KEY=VALUE",
+    )  # fmt: skip
     nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
     seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
     seed: int = option(0, "of the choice of windows", CALIBRATION)
@@ -96,10 +137,30 @@ class Recipe:
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.update == "adam":
             raise ValueError("update='adam' is written backend='adam' now (with update='optimal', the default)")
+        check_choice("preset", self.preset, tuple(PRESETS))
+        for name, value in filled(self.settings()).items():
+            object.__setattr__(self, name, value)
         check_options(self, Recipe)
-        for name in ("mask_options", "allocation_options", "solve_options"):
-            object.__setattr__(self, name, dict(getattr(self, name) or {}))
+        object.__setattr__(self, "solve_options", dict(self.solve_options or {}))
         self._check_amount()
+        self._check_targets()
+
+    def _check_targets(self) -> None:
+        for name in ("drift", "residual"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not value <= 1:
+                raise ValueError(f"{name} must be a share from 0 to 1, got {value!r}")
+        if self.residual and not self.order:
+            raise ValueError("residual needs order=True: a layer must be pruned after those before it")
+        for name in ("order", "drift", "residual", "refine"):
+            if getattr(self, name) in (False, 0, "none"):
+                continue
+            if self.propagate == "dense":
+                raise ValueError(f"{name} is about what pruned layers do to later ones, so propagate='dense' contradicts it")
+            if name != "order" and self.update == "none":
+                raise ValueError(f"{name} is about what the kept weights are solved for, so update='none' contradicts it")
+            if name in ("drift", "residual") and self.damping == 0:
+                raise ValueError(f"{name} needs a damping above 0, e.g. 0.01")
 
     def _check_amount(self) -> None:
         for each in self.pattern.values() if isinstance(self.pattern, Mapping) else [self.pattern, self.sparsity]:
@@ -126,7 +187,8 @@ class Recipe:
 
     def without_effect(self) -> list[str]:
         """What was set although nothing reads it, each in a sentence."""
-        idle = ["backend", "damping", "tol", "solve_options"] if self.update != "optimal" else []
+        idle = ["backend", "tol", "solve_options"] if self.update != "optimal" else []
+        idle += ["damping"] if idle and not self.drift and not self.residual else []
         given = [name for name in self.stated() if name in idle]
         return [f"{', '.join(given)}: no effect with update={self.update!r}, which solves nothing"] if given else []
 
@@ -150,8 +212,9 @@ class Recipe:
         return self.settings() | ({"sparsity": self.amount} if written_out else {})
 
     def stated(self) -> dict[str, Any]:
-        """The settings that differ from the defaults."""
-        return {name: value for name, value in self.settings().items() if value != _plain_default(name)}
+        """The settings that differ from the defaults, which are those of the preset where it has one."""
+        defaults = filled(self.settings() | dict.fromkeys((*PRESETS[self.preset], *OPTIONS_OF)))
+        return {name: value for name, value in self.settings().items() if value != defaults.get(name, _plain_default(name))}
 
 
 @dataclass(frozen=True)
@@ -215,7 +278,7 @@ def overridden(words: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any
     A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
     """
     kept, by = dict(words), dict(by)
-    for word, options_of in (("mask", "mask_options"), ("allocation", "allocation_options")):
+    for options_of, word in OPTIONS_OF.items():
         if word in by and by[word] != kept.get(word):
             kept.pop(options_of, None)
         elif options_of in by:

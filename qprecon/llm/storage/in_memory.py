@@ -6,17 +6,18 @@ Like `sources.DiskBlocks` it has `model`, `finished` (how many blocks an earlier
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.capture import BlockInputs, capture_inputs
+from qprecon.llm.calibration.capture import capture_inputs, placed
 from qprecon.llm.calibration.memory import windows_together
+from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks.packed import Packed
-from qprecon.llm.model.blocks import Block, check_weights
+from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 
@@ -32,12 +33,13 @@ class MemoryBlocks:
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
 
-    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
-        together = windows_together(self.model, samples, self.device)
-        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None) -> BlockInputs:
+        """As `capture_inputs`. streams: how many times the activations will be kept; most: of windows, that go together."""
+        batch = windows_together(self.model, samples, self.device, most)
+        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams)
 
     @contextmanager
-    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
+    def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
         """While open, the block is on the device; it goes back to where it was."""
         module = self.blocks[index].module
         home = next(module.parameters()).device
@@ -51,6 +53,18 @@ class MemoryBlocks:
         finally:
             with self.log.phase("move"):
                 module.to(home)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """While open, what lies outside the blocks (embeddings, the last norm, the head) is on the device."""
+        with placed(outside_blocks(self.model, self.blocks), self.device):
+            yield
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing to do: a run that stops is not continued."""
+
+    def recall(self, name: str) -> None:
+        """What an earlier run kept: nothing."""
 
     def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
         """The block was pruned in place; its packed masks, layer -> bits, are kept."""

@@ -119,6 +119,23 @@ class Journal:
         self.write(f"{key}.json", {**known, **facts})
         self._sound.add(key)
 
+    def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep tensors in the host's memory with what is known of the run."""
+        from safetensors.torch import save_file
+
+        write_atomically(self.progress / f"{name}.safetensors", lambda path: save_file(dict(tensors), path))
+
+    def read_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
+        """What `write_tensors` was given under this name; None where there is nothing, or no more the whole of it."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self.progress / f"{name}.safetensors"
+        try:
+            return load_file(path) if path.is_file() else None
+        except SafetensorError:
+            return None
+
     def masks(self, key: str) -> dict[str, torch.Tensor]:
         """The packed masks that were written with a shard."""
         from safetensors.torch import load_file

@@ -243,7 +243,8 @@ def model_card(report: PruneReport) -> str:
         settings["update"], "rebuilt by solving each column's quadratic program (OPTIMA), certified"
     )
     gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
-    shared = " on average, shared out between blocks by OWL" if settings.get("allocation") == "owl" else ""
+    rule = {"owl": "by OWL", "loss": "by the loss's gradients"}.get(settings.get("allocation", ""))
+    shared = f" on average, shared out between blocks {rule}" if rule else ""
     base = settings.get("model")
     return (
         f"{card_front(base)}"

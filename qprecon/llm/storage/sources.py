@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.capture import BlockInputs, capture_inputs, firsts
+from qprecon.llm.calibration.capture import capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
+from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks.packed import Packed
-from qprecon.llm.model.blocks import Block, check_weights
+from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Shards, stored_names
@@ -81,8 +82,8 @@ class DiskBlocks:
         known = entry.get("source", {})
         return (name for name in entry["names"] if known.get(name) != tensor_checksum(self.shards.read([name])[name]))
 
-    def capture(self, samples: Sequence[torch.Tensor], store: Any) -> BlockInputs:
-        """As `capture_inputs`; the embeddings are on the device meanwhile, and the first block of each class, which is probed."""
+    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None) -> BlockInputs:
+        """As `MemoryBlocks.capture`; the embeddings and the first block of each class, which is probed, are on the device."""
         inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
         needed = {name for name, module in self.model.named_modules() if id(module) in inside}
         outside = [name for name in self._names(None) if name.rpartition(".")[0] in needed]
@@ -93,8 +94,10 @@ class DiskBlocks:
             except torch.cuda.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
-            together = windows_together(self.model, samples, self.device)
-            inputs = capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=together)
+            batch = windows_together(self.model, samples, self.device, most)
+            inputs = capture_inputs(
+                self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams
+            )
         finally:
             _empty(self.model)
         if inputs.borrowing:
@@ -112,12 +115,16 @@ class DiskBlocks:
                 _empty(block.module)
 
     @contextmanager
-    def opened(self, index: int, *, dense: bool = False) -> Iterator[nn.Module]:
-        """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`."""
+    def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
+        """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`.
+
+        The block that will be opened `then`, the next one unless given, is read meanwhile.
+        """
         with self.log.phase("read"):
             tensors = self._taken(index, dense)
-        if index + 1 < len(self.blocks):
-            self.ahead[index + 1, dense] = self.reader.submit(self._load, index + 1, dense)
+        following = index + 1 if then is None else then
+        if 0 <= following < len(self.blocks) and (following, dense) not in self.ahead:
+            self.ahead[following, dense] = self.reader.submit(self._load, following, dense)
         if self.device.type == "cuda":
             for tensor in tensors.values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
@@ -130,6 +137,26 @@ class DiskBlocks:
             yield module
         finally:
             _empty(module)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """While open, what lies outside the blocks has its weights, on the device."""
+        names = self._names(None)
+        try:
+            _fill(self.model, self._read(self.shards, names, self.device))
+            for part in outside_blocks(self.model, self.blocks):
+                part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
+            yield
+        finally:
+            _empty(self.model)
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep tensors for a run that continues this one."""
+        self.journal.write_tensors(name, tensors)
+
+    def recall(self, name: str) -> dict[str, torch.Tensor] | None:
+        """What `keep` was given under this name, also by an earlier run; None where there is nothing."""
+        return self.journal.read_tensors(name)
 
     def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
         """Write the open block and its packed masks, layer -> bits, in the background; an error of an earlier write comes up

@@ -8,7 +8,7 @@ from torch import nn
 from qprecon.llm import prune_model
 from qprecon.llm.calibration.capture import capture_inputs
 from qprecon.llm.model.blocks import find_blocks
-from qprecon.llm.pruning import loop as pipeline
+from qprecon.llm.pruning import blocks as pipeline
 from tests.llm.families import VOCAB, build, tokens
 
 

@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
 from qprecon.llm import prune_model
 from qprecon.llm.calibration.capture import capture_inputs, run_block
-from qprecon.llm.calibration.gram import collect_grams
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears
+from qprecon.llm.statistics.collect import collect_grams
 from tests.llm.families import FAMILIES, FUSED, build, tokens
 
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""OWL's sparsity per block, against the original program's output and on blocks that are alike."""
+"""Sparsities per block: OWL's against the original program's output and on blocks that are alike; those by the loss."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from qprecon.llm import prune_model
 from qprecon.llm.masks import LayerData
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.pruning.allocation import Owl, outlier_share, owl_densities, owl_plan
+from qprecon.llm.pruning.allocation import Owl, balanced_densities, outlier_share, owl_densities, owl_plan
 from qprecon.llm.pruning.plan import plan_layers
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.storage.in_memory import MemoryBlocks
@@ -153,3 +153,61 @@ def test_a_run_that_stopped_goes_on_with_the_same_shares(tmp_path, monkeypatch):
         prune_model(tmp_path / "model", samples, out=tmp_path / "other", **asked)
     with pytest.raises(ValueError, match="other settings: .*allocation"):
         prune_model(tmp_path / "model", samples, out=tmp_path / "other", **common)
+
+
+def test_by_loss_one_threshold_gives_the_shares():
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.rand(n, generator=generator) * scale for n, scale in ((4000, 1.0), (1000, 2.0), (2000, 0.5))]
+    counts = torch.stack([torch.histc(part, 4000, 0, 2) for part in parts]).long()
+    everything = torch.cat(parts).sort().values
+    threshold = everything[int(0.6 * len(everything))]
+    expected = [float((part >= threshold).double().mean()) for part in parts]
+    found = balanced_densities(counts, 0.6, 0.5)
+    assert found == pytest.approx(expected, abs=2e-3)
+    narrow = balanced_densities(counts, 0.6, 0.05)
+    assert max(narrow) - min(narrow) == pytest.approx(0.1, abs=1e-6) and sorted(range(3), key=narrow.__getitem__) == [2, 0, 1]
+    for lam in (0.0, 0.05, 0.3, 5.0):
+        shares = balanced_densities(counts, 0.6, lam)
+        mean = sum(share * len(part) for share, part in zip(shares, parts, strict=True)) / 7000
+        assert mean == pytest.approx(0.4, abs=1e-6) and all(0.01 <= share <= 1 for share in shares)
+    assert balanced_densities(counts, 0.6, 0.0) == pytest.approx([0.4] * 3)
+    alike = torch.ones(2, 10, dtype=torch.long)
+    assert balanced_densities(alike, 0.25, 0.1) == pytest.approx([0.75, 0.75])
+
+
+@pytest.mark.parametrize("per", ["block", "layer"])
+def test_by_loss_in_a_run(per):
+    model = build("llama")
+    options = {"lam": 0.1, "per": per}
+    report = prune_model(model, tokens(6), sparsity=0.6, allocation="loss", allocation_options=options, progress=False)
+    assert report.sparsity == pytest.approx(0.6, abs=0.01)
+    asked = {row.name: row.requested_sparsity for row in report.layers}
+    blocks = {}
+    for name, sparsity in asked.items():
+        blocks.setdefault(name.split(".")[2], set()).add(sparsity)
+    assert (all(len(each) == 1 for each in blocks.values())) == (per == "block")
+    assert max(asked.values()) - min(asked.values()) == pytest.approx(0.2, abs=1e-6)
+    sizes = {row.name: row.n_inputs * row.n_outputs for row in report.layers}
+    assert sum(asked[name] * sizes[name] for name in asked) / sum(sizes.values()) == pytest.approx(0.6, abs=1e-6)
+    assert report.settings["allocation_options"] == {"lam": 0.1, "per": per}
+
+
+def test_by_loss_keeps_more_where_weights_matter_more():
+    model = build("llama")
+    with torch.no_grad():
+        for name, parameter in model.model.layers[1].named_parameters():
+            if "proj" in name:
+                parameter.mul_(1e-3)  # nothing depends on this block
+    report = prune_model(model, tokens(6), sparsity=0.6, allocation="loss", progress=False)
+    asked = {row.name.split(".")[2]: row.requested_sparsity for row in report.layers}
+    assert asked["1"] > max(asked["0"], asked["2"]) + 0.05
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"pattern": "2:4"}, "share of zeros"), ({"allocation_options": {"per": "model"}}, "per"),
+    ({"allocation_options": {"lam": -1}}, "lam"), ({"allocation_options": {"threshold": 5}}, "threshold"),
+    ({"mask": "given", "mask_options": {"masks": "x"}}, "given masks"),
+])  # fmt: skip
+def test_by_loss_refuses(settings, words):
+    with pytest.raises(ValueError, match=words):
+        prune_model(build("llama"), tokens(2), allocation="loss", progress=False, **settings)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from qprecon.llm import prune_model
 from qprecon.llm.model.loading import load_causal_lm
-from qprecon.llm.pruning import loop as pipeline
+from qprecon.llm.pruning import blocks as pipeline
 from qprecon.llm.storage import checkpoint, journal, output, sources
 from qprecon.llm.storage.checkpoint import NotStreamable, open_shards, skeleton
 from tests.llm.families import FAMILIES, build, tokens
@@ -63,6 +63,7 @@ def test_the_same_bits_as_in_memory(family, tmp_path):
 
 @pytest.mark.parametrize("arguments", [
     {"propagate": "dense"}, {"dtype": "float32"}, {"mask": "sparsegpt"}, {"targets": "layers.1"}, {"update": "none"},
+    {"order": True, "drift": 0.5}, {"token_weights": 0.5}, {"order": True, "drift": "auto", "token_weights": 1.0},
 ])  # fmt: skip
 def test_the_same_bits_with_other_settings(arguments, tmp_path):
     folder = saved(tmp_path / "dense", "llama-tied")
@@ -137,19 +138,20 @@ def stopped_after(monkeypatch, blocks, error=Stop):
         yield
 
 
-@pytest.mark.parametrize("propagate", ["pruned", "dense"])
+@pytest.mark.parametrize("settings", [{}, {"propagate": "dense"}, {"order": True, "drift": 0.5, "token_weights": 0.5}])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_a_run_continues_after_the_last_finished_block(blocks, propagate, tmp_path, monkeypatch):
+def test_a_run_continues_after_the_last_finished_block(blocks, settings, tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
-    whole = prune(folder, tmp_path / "whole", propagate=propagate)
+    whole = prune(folder, tmp_path / "whole", **settings)
     for _ in stopped_after(monkeypatch, blocks):
         with pytest.raises(Stop):
-            prune(folder, tmp_path / "out", propagate=propagate)
+            prune(folder, tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
     groups = []
     prune_group = pipeline.prune_group
     monkeypatch.setattr(pipeline, "prune_group", lambda group, *rest: groups.append(group) or prune_group(group, *rest))
-    report = prune(folder, tmp_path / "out", propagate=propagate)
+    monkeypatch.setattr(pipeline, "loss_gradients", lambda *_: pytest.fail("those of the first run are kept"))
+    report = prune(folder, tmp_path / "out", **settings)
     assert len(groups) == 4 * (3 - blocks)
     assert f"continued after {blocks} of 3 blocks" in report.warnings[0]
     assert [row.name for row in report.layers] == [row.name for row in whole.layers]

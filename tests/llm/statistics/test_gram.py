@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 from qprecon import halves
-from qprecon.llm.calibration import gram
-from qprecon.llm.calibration.capture import BlockInputs, Call, capture_inputs
-from qprecon.llm.calibration.gram import Gram, collect_grams
+from qprecon.llm.calibration.capture import capture_inputs
+from qprecon.llm.calibration.replay import Call
+from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.linears import find_linears
+from qprecon.llm.statistics import gram
+from qprecon.llm.statistics.collect import collect_grams
+from qprecon.llm.statistics.gram import Gram
 from tests.llm.families import FUSED, build, tokens
 
 fused_only = pytest.mark.skipif(not FUSED, reason="experts are fused in transformers 5")
@@ -239,13 +242,13 @@ def test_a_linear_that_is_never_called_is_refused():
 
 
 def test_the_wide_product_flag_matches_torch():
-    assert halves.WIDE_PRODUCT == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))
+    assert halves.wide_product() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))
 
 
 @pytest.mark.parametrize("rows", [64, 67])
 def test_a_product_in_pieces(monkeypatch, rows):
     """Split by rows, as a GPU gets it for a small H, the sum is the same, also where the rows do not divide."""
-    monkeypatch.setattr("qprecon.llm.calibration.gram.pieces_of", lambda x_TN: 4)
+    monkeypatch.setattr("qprecon.llm.statistics.gram.pieces_of", lambda x_TN: 4)
     x_TN = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0))
     matrix = Gram(torch.zeros(12, 12))
     matrix.add(x_TN)

@@ -1,0 +1,86 @@
+"""The activations between blocks, and a block as it was before it was pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.memory import own_copy, stored
+from qprecon.llm.calibration.replay import Call, run_block
+from qprecon.llm.model.linears import LinearView
+
+
+@dataclass
+class BlockInputs:
+    """Inputs of one block, sample by sample, and the other arguments of all blocks. A sample is a window, or a few of them.
+
+    `hidden[s]` is the input of sample s, (B, T, D) in the model's dtype, on the store device (pinned if that is the host's memory
+    and blocks run on a GPU); at first that of block 0. `calls[b][s]` are the other arguments of block b; what is equal between
+    samples is one object. `names[s]` says which windows sample s holds. `borrowing`: a block was given what another returned
+    beside its hidden state, and fails if it uses that.
+    """
+
+    hidden: list[torch.Tensor]
+    calls: list[list[Call]]
+    device: torch.device
+    store: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    names: list[str] = field(default_factory=list)
+    borrowing: bool = False
+    advanced: dict[int, int] = field(default_factory=dict)  # sample -> the last block that it went through
+
+    @property
+    def n_samples(self) -> int:
+        return len(self.hidden)
+
+    def run(self, block: nn.Module, index: int, sample: int) -> torch.Tensor:
+        """The output hidden state of `block` (the block of that `index`) for the stored input of `sample`."""
+        return run_block(block, own_copy(self.hidden[sample], self.device), self.calls[index][sample])
+
+    def copied(self) -> BlockInputs:
+        """The same with hidden states of its own; arguments are shared."""
+        hidden = [torch.empty_like(each, pin_memory=each.is_pinned()).copy_(each) for each in self.hidden]
+        return replace(self, hidden=hidden, advanced=dict(self.advanced))
+
+    def advance(self, block: nn.Module, index: int) -> None:
+        """Replace every input by the block's output, that is, by the input of the next block.
+
+        After an exception on the way (memory ran out), a second call goes on with the samples that are left.
+        """
+        with torch.no_grad():
+            for sample in range(self.n_samples):
+                if self.advanced.get(sample) != index:
+                    self.hidden[sample] = stored(self.run(block, index, sample), self.store, self.hidden[sample])
+                    self.advanced[sample] = index
+
+    def to_host(self) -> bool:
+        """Move the inputs to the host's memory; False if they are there."""
+        if self.store.type == "cpu":
+            return False
+        self.store = torch.device("cpu")
+        for sample, hidden in enumerate(self.hidden):
+            self.hidden[sample] = stored(hidden, self.store)
+        return True
+
+
+class DenseWeights:
+    """Copies of the weights of some layers of a block, to run the block as it was while it is being pruned."""
+
+    def __init__(self, views: Sequence[LinearView]):
+        parameters = {id(view.parameter): view.parameter for view in views}.values()
+        self.kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, the layers have the copied weights; nothing is moved."""
+        now = [parameter.data for parameter, _ in self.kept]
+        try:
+            for parameter, dense in self.kept:
+                parameter.data = dense
+            yield
+        finally:
+            for (parameter, _), data in zip(self.kept, now, strict=True):
+                parameter.data = data

@@ -1,0 +1,122 @@
+"""The pruning loop: block by block, group by group of its layers (the paper's Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.calibration.memory import with_room
+from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.masks import get_selector
+from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
+from qprecon.llm.pruning.measure import finished_rows, kept_masks
+from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.plan import LayerPlan, Plan
+from qprecon.llm.pruning.refine import WINDOWS, Refinement
+from qprecon.llm.pruning.update import grouped, prune_group
+from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.reporting.progress import CONTINUING
+from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
+from qprecon.llm.statistics.statistics import Statistics
+from qprecon.llm.storage.in_memory import MemoryBlocks
+from qprecon.llm.storage.sources import DiskBlocks
+
+_GRADIENTS = "gradients"  # the name that they are kept under, for a run that continues
+
+
+def prune_blocks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, rule: Owl | ByLoss | None,
+    samples: list[torch.Tensor], store: Any, log: RunLog,
+) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
+    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
+    rows = list(source.rows)
+    finished = sum(map(bool, plan.layers[: source.finished]))
+    errors = [row.error_stored for row in rows]
+    log.step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
+    if source.finished > plan.last:
+        return rows, None
+    with evaluation_mode(source.model):
+        if get_selector(method.mask).model_level:
+            with log.phase("learn masks"):
+                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))
+        with log.phase("capture"):
+            statistics = _statistics(source, method, samples, store)
+            refinement = Refinement(method, statistics) if method.refine != "none" else None
+        if method.token_weights or isinstance(rule, ByLoss):
+            with log.phase("gradients"):
+                log.step("gradients", 0)
+                statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log)
+            plan = loss_plan(plan, gradients, rule) if isinstance(rule, ByLoss) else plan
+        for index, block in enumerate(plan.blocks[: plan.last + 1]):
+            with source.opened(index, dense=method.propagate == "dense") as module:
+                if index >= source.finished:
+                    drafts = []
+                    for layers in _in_order(statistics, module, index, plan.layers[index]):
+                        with log.phase("gram"):
+                            log.step(block.name, 0)
+                            collect = partial(statistics.collect, module, index, [layer.view for layer in layers])
+                            grams = with_room(statistics, log.note, block.name, collect)
+                        for group in grouped(layers, grams):
+                            drafts += prune_group(group, grams, method)
+                            log.step(block.name, len(group), layer=group[-1].view.name)
+                        if refinement is not None:
+                            with log.phase("refine"):
+                                refinement.after(module, index, [layer.view for layer in layers])
+                    rows += (new := finished_rows(drafts))
+                    log.add_rows(new)
+                    source.finish(index, new, kept_masks(drafts))
+                    log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
+                with log.phase("propagate"):
+                    if index < plan.last:
+                        with_room(statistics, log.note, block.name, partial(statistics.advance, module, index))
+            if index < source.finished:
+                statistics.pass_finished(source, index)
+    if refinement is not None:
+        log.note(refinement.described())
+    return rows, statistics.store
+
+
+def _statistics(source: MemoryBlocks | DiskBlocks, method: Method, samples: list[torch.Tensor], store: Any) -> Statistics:
+    refined = method.refine != "none"
+    beside = bool(method.drift or method.residual or refined)
+    inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None)
+    on_dense = method.propagate == "dense"
+    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, method.token_weights)
+
+
+def _in_order(
+    statistics: Statistics, module: nn.Module, index: int, layers: Sequence[LayerPlan]
+) -> Iterator[list[LayerPlan]]:
+    """The layers of a block in the groups in which they are pruned."""
+    by_name = {layer.view.name: layer for layer in layers}
+    for views in statistics.in_order(module, index, [layer.view for layer in layers]):
+        yield [by_name[view.name] for view in views]
+
+
+def _gradients(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor], log: RunLog
+) -> LossGradients:
+    """Of the dense model; those of an interrupted run are read again, as a GPU gives others in the last digits each time."""
+    if (known := source.recall(_GRADIENTS)) is not None:
+        return LossGradients.of(known, inputs)
+    layers = [[layer.view for layer in layers] for layers in plan.layers]
+    found = with_room(inputs, log.note, "token weights", partial(loss_gradients, source, layers, inputs, samples))
+    source.keep(_GRADIENTS, found.tensors())
+    return found
+
+
+def _learn_masks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], log: RunLog
+) -> dict[str, torch.Tensor]:
+    linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
+    return get_selector(method.mask).learn(
+        source.model, samples, linears=linears, device=source.device, **method.mask_options,
+        progress=lambda step, steps, loss: log.step(f"masks: step {step} of {steps}", 0),
+    )  # fmt: skip

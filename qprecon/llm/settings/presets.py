@@ -1,0 +1,37 @@
+"""Presets: defaults of a recipe for what quality may cost. What is asked for goes before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_FAST: dict[str, Any] = {
+    "mask": "wanda", "allocation": "uniform", "order": False, "drift": 0.0, "residual": 0.0, "token_weights": 0.0, "refine": "none",
+}  # fmt: skip
+_BALANCED = _FAST | {"order": True, "drift": 0.5, "token_weights": 0.5}
+PRESETS: dict[str, dict[str, Any]] = {"fast": _FAST, "balanced": _BALANCED, "best": _BALANCED | {"mask": "alps"}}
+OPTIONS_OF = {"mask_options": "mask", "allocation_options": "allocation", "refine_options": "refine"}
+
+
+def filled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a recipe's settings is left to its preset, which gives way where its value would contradict what is asked for.
+
+    `settings` has None for what is not asked for.
+    """
+    preset = PRESETS[settings["preset"]]
+    off = set()
+    if settings["propagate"] == "dense":
+        off |= {"order", "drift", "residual", "refine"}
+    if settings["update"] == "none":
+        off |= {"drift", "residual", "refine"}
+    if settings["damping"] == 0:
+        off |= {"drift", "residual"}
+    if settings["order"] is False:
+        off |= {"residual"}
+    if settings["mask"] == "given" or isinstance(settings["pattern"], Mapping) or ":" in str(settings["pattern"]):
+        off |= {"allocation"}
+    result = {name: _FAST[name] if name in off else value for name, value in preset.items() if settings.get(name, 0) is None}
+    for name, of in OPTIONS_OF.items():
+        own = preset.get(name, {}) if of in result and of not in off else {}
+        result[name] = {**own, **(settings[name] or {})}
+    return result

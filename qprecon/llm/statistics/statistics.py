@@ -1,0 +1,122 @@
+"""What the pruning loop asks for: the matrices of a block's layers, group by group, and the way on to the next block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
+from qprecon.llm.model.linears import LinearView
+from qprecon.llm.statistics.collect import Beside, BlockGrams, collect_grams
+from qprecon.llm.statistics.gradients import LossGradients, Source
+from qprecon.llm.statistics.observe import sublayers, writes_to_stream
+from qprecon.llm.statistics.target import AUTO, held_out
+
+
+@dataclass
+class Statistics:
+    """The activations that enter the current block, in the model pruned so far and, where targets need it, in the dense model.
+
+    order: whether layers are pruned group by group as the block calls them, each group on what the pruned ones before it give.
+    drift: α of the targets, or "auto"; residual: β. beside: whether the dense model's activations are wanted in any case.
+    on_dense: calibrate on them.
+    token_power, gradients: for token weights, see `LossGradients`.
+    """
+
+    pruned: BlockInputs
+    order: bool = False
+    drift: float | str = 0.0
+    residual: float = 0.0
+    beside: bool = False
+    on_dense: bool = False
+    token_power: float = 0.0
+    gradients: LossGradients | None = None
+    dense: BlockInputs | None = None
+    weights: DenseWeights | None = None  # of the current block, while it is pruned
+    outputs: list[torch.Tensor] | None = None  # of the current block, if it is not to be run again for them
+    groups: list[list[LinearView]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.drift or self.residual or self.beside:
+            self.dense = self.pruned.copied()  # at the first block both streams are the same
+            if self.drift == AUTO:
+                held_out(self.pruned.n_samples)
+
+    @property
+    def store(self) -> torch.device:
+        return self.pruned.store
+
+    @property
+    def _weighted(self) -> bool:
+        return self.gradients is not None and self.token_power > 0
+
+    def in_order(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Iterator[list[LinearView]]:
+        """The layers of the block of that `index` in the groups in which they are pruned, which begins now."""
+        self.weights = DenseWeights(views) if self.dense is not None else None
+        needed = views and (self.order or self._weighted)
+        self.groups = sublayers(block, views, self.pruned, index) if needed else [list(views)]
+        yield from self.groups if self.order else filter(None, [list(views)])
+
+    def collect(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> BlockGrams:
+        """The matrices of layers of the block as it is now: those of earlier groups pruned, those of later ones dense."""
+        beside = None
+        if (self.drift or self.residual) and self.dense is not None and self.weights is not None:
+            aside = held_out(self.dense.n_samples) if self.drift == AUTO else 0
+            beside = Beside(self.dense, self.weights, aside, self._silent(block, index, views) if self.residual else ())
+        grams = collect_grams(
+            block, views, self.pruned, index, keep_outputs=self.on_dense, beside=beside, weights=self._token_weights(views)
+        )
+        self.outputs = grams.outputs
+        return grams
+
+    def following(self, views: Sequence[LinearView]) -> list[LinearView]:
+        """The group after that of these layers; empty where there is none, or all layers are one group."""
+        now = next(i for i, group in enumerate(self.groups) if views[0] in group)
+        return self.groups[now + 1] if self.order and now + 1 < len(self.groups) else []
+
+    def output_weights(self) -> Sequence[torch.Tensor] | None:
+        """Token weights for the output of the block: those of the layers that it calls last; None where all count alike."""
+        if self.gradients is None or not self._weighted:
+            return None
+        return next(iter(self.gradients.weights(self.groups[-1], self.token_power, self.pruned.device).values()), None)
+
+    def _silent(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Sequence[LinearView]:
+        """A layer that writes to the residual stream, and the layers after it; empty for other layers."""
+        if len(views) != 1:
+            return ()
+        now = next(i for i, group in enumerate(self.groups) if views[0] in group)
+        later = [view for group in self.groups[now + 1 :] for view in group]
+        return [*views, *later] if writes_to_stream(block, views[0], later, self.pruned, index) else ()
+
+    def _token_weights(self, views: Sequence[LinearView]) -> Mapping[str, Sequence[torch.Tensor]]:
+        if self.gradients is None or not self._weighted:
+            return {}
+        wanted = {view.name for view in views}
+        groups = [group for group in self.groups if not wanted.isdisjoint(view.name for view in group)]
+        weights: dict[str, list[torch.Tensor]] = {}
+        for group in groups:
+            weights |= self.gradients.weights(group, self.token_power, self.pruned.device)
+        return weights
+
+    def pass_finished(self, source: Source, index: int) -> None:
+        """The dense stream through a block that an earlier run pruned, whose dense weights are the source's own."""
+        if self.dense is not None:
+            with source.opened(index, dense=True) as block:
+                self.dense.advance(block, index)
+
+    def advance(self, block: nn.Module, index: int) -> None:
+        """From the inputs of the block of that `index` to its outputs; those of the dense stream with the block's dense weights."""
+        if self.outputs is not None:
+            self.pruned.hidden, self.outputs = self.outputs, None
+            return
+        self.pruned.advance(block, index)
+        if self.dense is not None and self.weights is not None:
+            with self.weights.in_place():
+                self.dense.advance(block, index)
+
+    def to_host(self) -> bool:
+        """Move the activations to the host's memory; False if all of them are there."""
+        return any([stream.to_host() for stream in (self.pruned, self.dense) if stream is not None])

@@ -1,0 +1,117 @@
+"""Blocks refined towards the dense ones: masks held, never worse on what is held out, the loss that it says."""
+
+import copy
+
+import pytest
+import torch
+
+from qprecon.llm import prune_model
+from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.pruning import blocks as pipeline
+from qprecon.llm.pruning.refine import Refinement, _Task
+from tests.llm.families import build, tokens
+from tests.llm.statistics import reference
+
+QUALITY = {"order": True, "drift": 0.5, "token_weights": 0.5}
+
+
+def prune(model, samples, **settings):
+    options = {"passes": 6, "lr": 3e-3} | settings.pop("refine_options", {})
+    return prune_model(model, samples, progress=False, refine_options=options, **({"backend": "cholesky"} | settings))
+
+
+def masks(model):
+    return {name: view.weights_NK() != 0 for block in reference.views_of(model) for name, view in block.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("refine", ["block", "halves"])
+@pytest.mark.parametrize("settings", [{}, QUALITY], ids=["plain", "quality"])
+def test_masks_are_held_and_the_error_falls(family, refine, settings):
+    if refine == "halves" and not settings:
+        settings = {"order": True}
+    model, other = build(family), build(family)
+    prune_model(other, tokens(8), progress=False, backend="cholesky", **settings)
+    report = prune(model, tokens(8), refine=refine, **settings)
+    assert report.sparsity == 0.5 and report.largest_gap <= 1e-4
+    (note,) = [note for note in report.warnings if note.startswith("refinement")]
+    change = float(note.split("held out ")[1].split("%")[0])
+    assert change < -1.0
+    first = next(iter(reference.views_of(model)))
+    before = {name: view for name, view in next(iter(reference.views_of(other))).items()}
+    for name, view in first.items():  # the first block had the same inputs: its masks are the same, its weights are not
+        assert torch.equal(view.weights_NK() != 0, before[name].weights_NK() != 0), name
+    assert not all(torch.equal(view.weights_NK(), before[name].weights_NK()) for name, view in first.items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
+
+
+def test_what_does_not_help_changes_nothing():
+    model, other = build("llama"), build("llama")
+    prune_model(other, tokens(8), progress=False, backend="cholesky", order=True)
+    prune(model, tokens(8), order=True, refine="block", refine_options={"lr": 30.0, "passes": 3})
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("teacher", [0.0, 0.5, 1.0])
+def test_the_target_and_the_error(teacher, monkeypatch):
+    """What is aimed at for the last block, from whole models in float64."""
+    dense, model, samples, seen = build("llama"), build("llama"), tokens(4), []
+    before = {}
+
+    def train(task, options, seed):
+        if task.index == 2:
+            before["model"] = copy.deepcopy(model)
+            seen.append((task._targets(options.teacher), task._error([3], task._targets(options.teacher), None)))
+        return 0.0
+
+    monkeypatch.setattr(_Task, "train", train)
+    prune(model, samples, order=True, refine="block", refine_options={"teacher": teacher})
+    streams = []
+    for each in (dense, before["model"]):
+        each = reference.doubled(each)
+        block, entering, leaving = find_blocks(each)[2].module, [], []
+        block.register_forward_pre_hook(lambda m, args, entering=entering: entering.append(args[0]))
+        block.register_forward_hook(lambda m, args, out, leaving=leaving: leaving.append(out if torch.is_tensor(out) else out[0]))
+        with torch.no_grad():
+            for sample in samples:
+                each(sample.reshape(1, -1), use_cache=False)
+        streams.append((entering, leaving))
+    mixed = reference.doubled(before["model"])
+    mixed.model.layers[2].load_state_dict(reference.doubled(dense).model.layers[2].state_dict())
+    with torch.no_grad():
+        outputs = []
+        mixed.model.layers[2].register_forward_hook(lambda m, args, out: outputs.append(out if torch.is_tensor(out) else out[0]))
+        for sample in samples:
+            mixed(sample.reshape(1, -1), use_cache=False)
+    ((targets, error),) = seen
+    wanted = [teacher * a + (1 - teacher) * b for a, b in zip(streams[0][1], outputs, strict=True)]
+    for found, expected in zip(targets, wanted, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+    assert error == pytest.approx(float((streams[1][1][3] - wanted[3]).square().mean()), rel=1e-3)
+
+
+def test_halves_end_at_what_enters_the_next_half(monkeypatch):
+    ends = []
+    monkeypatch.setattr(_Task, "train", lambda task, *_: ends.append((len(task.views), task.until and task.until.name)) or 0.0)
+    prune(build("llama"), tokens(2), order=True, refine="halves", targets="layers.1")
+    assert ends == [(4, "model.layers.1.mlp.gate_proj"), (3, None)]
+    ends.clear()
+    prune(build("llama"), tokens(2), refine="block", targets="layers.1")
+    assert ends == [(7, None)]
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"refine": "all"}, "refine"), ({"refine_options": {"passes": 0}}, "passes"), ({"refine_options": {"lr": 0}}, "lr"),
+    ({"refine_options": {"teacher": 2}}, "teacher"), ({"refine_options": {"speed": 2}}, "speed"),
+    ({"refine": "block", "propagate": "dense"}, "propagate"), ({"refine": "block", "update": "none"}, "update"),
+])  # fmt: skip
+def test_what_is_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        prune(build("llama"), tokens(2), **settings)
+
+
+def test_nothing_of_it_runs_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(Refinement, "after", lambda *_: pytest.fail("refined"))
+    prune(build("llama"), tokens(2), targets="layers.0", **QUALITY)
+    assert pipeline.Refinement is Refinement

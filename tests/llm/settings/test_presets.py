@@ -1,0 +1,52 @@
+"""Presets: what they set, what goes before them, and what they give way to."""
+
+import pytest
+
+from qprecon.llm import prune_model
+from qprecon.llm.settings.presets import PRESETS
+from qprecon.llm.settings.recipe import Recipe, as_recipe
+from tests.llm.families import build, tokens
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_is_not_asked_for(name):
+    recipe = Recipe(preset=name)
+    assert all(getattr(recipe, key) == value for key, value in PRESETS[name].items())
+    assert recipe.stated() == ({} if name == "fast" else {"preset": name})
+    other = Recipe(preset=name, mask="sparsegpt", drift=0.0, token_weights=1.0, order=False)
+    assert (other.mask, other.drift, other.token_weights, other.order) == ("sparsegpt", 0.0, 1.0, False)
+    assert Recipe(**other.stated()) == other and as_recipe(other, {}) == other
+    assert Recipe(**recipe.complete()).settings() == recipe.complete()
+
+
+def test_fast_is_what_a_recipe_is_without_a_preset():
+    assert Recipe() == Recipe(preset="fast")
+    assert Recipe().settings()["order"] is False and Recipe().drift == 0 and Recipe().mask == "wanda"
+
+
+def test_a_preset_gives_way():
+    assert not Recipe(preset="best", propagate="dense").order and Recipe(preset="best", propagate="dense").drift == 0
+    assert Recipe(preset="best", update="none").drift == 0 and Recipe(preset="best", update="none").order
+    assert Recipe(preset="best", damping=0.0).drift == 0
+    for amount in ({"pattern": "2:4"}, {"pattern": {"*": 0.5}}, {"mask": "given"}):
+        assert Recipe(preset="best", **amount).allocation == "uniform"
+
+
+def test_what_is_asked_for_beside_a_preset_is_kept_when_the_preset_changes():
+    first = as_recipe({"preset": "balanced", "drift": 0.25}, {})
+    assert as_recipe(first, {"preset": "best"}).drift == 0.25
+    assert as_recipe(first, {"preset": "best"}).mask == PRESETS["best"]["mask"]
+    assert as_recipe(first, {"drift": 0.0}).drift == 0.0
+    with pytest.raises(ValueError, match="preset must be one of .*did you mean 'best'"):
+        Recipe(preset="bets")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("amount", [{"sparsity": 0.5}, {"pattern": "2:4"}, {"sparsity": 0.6}])
+def test_a_run_with_a_preset_is_one_with_what_it_stands_for(name, amount):
+    model, other = build("llama"), build("llama")
+    report = prune_model(model, tokens(6), preset=name, progress=False, **amount)
+    settings = {key: getattr(Recipe(preset=name, **amount), key) for key in (*PRESETS[name], "mask_options", "allocation_options")}
+    prune_model(other, tokens(6), progress=False, **amount, **settings)
+    assert report.settings["preset"] == name and report.settings["drift"] == settings["drift"]
+    assert all((a == b).all() for a, b in zip(model.parameters(), other.parameters(), strict=True))
