@@ -265,7 +265,8 @@ def main() -> None:
         rows.append(row := measure(name, h_NN, w_NK, Pattern.parse(pattern), speed))
         print(
             f"{name:24} {row['n']:6}x{row['k']:<6} {pattern:4} {row['seconds']:7.3f} s "
-            f"(predicted {row['predicted'] or float('nan'):.3f}, before {row['reference_seconds']:.3f}), {row['iterations']} iterations, {row['inverses']} inverses, differs "
+            f"(predicted {row['predicted'] or float('nan'):.3f}, before {row['reference_seconds']:.3f}), "
+            f"{row['iterations']} iterations, {row['inverses']} inverses, differs "
             f"{100 * row['differs']:.3f} % (reference {100 * row['reference_differs']:.3f} %), f {row['excess']:+.1e}",
             flush=True,
         )

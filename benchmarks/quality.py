@@ -35,7 +35,8 @@ from benchmarks.paper import TEXTS, Results, figures, tf32, versions
 from qprecon.llm import perplexity, prune_model
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import cut_windows
-from qprecon.llm.evaluation.tasks import PAPER_TASKS, evaluate_tasks
+from qprecon.llm.evaluation.scores import PAPER_TASKS
+from qprecon.llm.evaluation.tasks import evaluate_tasks
 from qprecon.llm.model.loading import choose_device, load_causal_lm
 
 EVALUATION = {

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class BadFileError(ValueError):
+    """A file is not what it should be; the message names it and says what it is: cut short, a git-lfs pointer, an HTML page, …"""
+
+
 class UnknownBackendError(ValueError):
     """No backend of that name is registered."""
 

@@ -77,13 +77,15 @@ class ColumnScaling:
 
 
 def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:
-    """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none". ValueError for an H below the dtype's normal numbers."""
+    """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none". ValueError for an H beyond the dtype's normal numbers."""
     core_N = cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge
     diagonal_N = to_numpy(core_N)
     live_N = diagonal_N > 0
     mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() and kind != "none" else 1.0
     if mean < float(np.finfo(dtype).tiny):
         raise ValueError(f"H is too small for {dtype}: its mean diagonal is about {mean:.1e}; scale it up")
+    if kind == "none" and not diagonal_N.max(initial=0.0) < float(np.finfo(dtype).max):
+        raise ValueError(f"H is too large for {dtype}, and this backend takes it unscaled; scale it down or use dtype='float64'")
     input_N = np.ones_like(diagonal_N)
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))

@@ -78,7 +78,7 @@ class Shared:
     def ridged(self, damping: float, dtype: str) -> Array:
         """H + λI, the matrix of ``inverse_factor``, as a new array."""
         hessian_NN, number = self.hessian.hessian_NN, np.dtype(dtype).type  # λ is rounded as the sweeps' own arithmetic rounds it
-        mean = number(cast(hessian_NN.diagonal(), dtype).mean()) if len(hessian_NN) else number(0)
+        mean = number(float(cast(hessian_NN.diagonal(), dtype).mean())) if len(hessian_NN) else number(0)
         ridge = float(number(damping) * mean) if mean > 0 else 1.0
         return add_to_diagonal(cast(hessian_NN, dtype), ridge)
 

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -299,6 +300,53 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys, n
     assert done.returncode == code
     assert cli.main(line) == 0
     assert "continued after 1 of" in capsys.readouterr().out
+
+
+STOPPED_TWICE = """
+import os, signal, sys, threading, time
+from qprecon import cli
+from qprecon.llm.storage import sources
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+when, name = sys.argv[1:3]
+del sys.argv[1:3]
+number = getattr(signal, name)
+def now():
+    os.kill(os.getpid(), number)
+    time.sleep(60)  # a tidy end would take that long
+finish, stop = sources.DiskBlocks.finish, sources.DiskBlocks.stop
+def finish_and_stop(source, index, *more):
+    finish(source, index, *more)
+    os.kill(os.getpid(), number)
+sources.DiskBlocks.finish = finish_and_stop
+if when == "tidying up":
+    sources.DiskBlocks.stop = lambda source: now()
+elif when == "saying so":
+    class Slow:
+        def write(self, text):
+            now()
+        def isatty(self):
+            return False
+        flush = lambda self: None
+    sys.stderr = Slow()
+else:
+    threading._register_atexit(now)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("when", ["tidying up", "saying so", "shutting down"])
+def test_a_second_signal_ends_it_at_once_with_the_same_code(folder, tmp_path, when, name, code):
+    line = f"prune {folder / 'model'} {tmp_path / 'out'} --calib {folder / 'calib.txt'} --nsamples 4 --seqlen 32 --update none"
+    command = [sys.executable, "-c", STOPPED_TWICE, when, name, *line.split(), "--device", "cpu", "--quiet"]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert time.monotonic() - started < 55
+    assert cli.main([*line.split(), "--device", "cpu", "--quiet"]) == 0  # nothing is broken by that
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

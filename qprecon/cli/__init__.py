@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import qprecon
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
-from ._stop import Terminated, sigterm_raises
+from ._stop import Terminated, signals_raise
 
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
 BAD_INPUT = 2
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parsed(arguments)
     try:
-        with sigterm_raises():
+        with signals_raise(to_the_end=arguments is None):
             return parsed.run(parsed)
     except (KeyboardInterrupt, Terminated) as stop:
         word, code = ("interrupted", 130) if isinstance(stop, KeyboardInterrupt) else ("terminated", 143)

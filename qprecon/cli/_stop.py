@@ -1,8 +1,14 @@
-"""Being told to end: what a batch system's SIGTERM does is what Ctrl-C does, that is tidy up and say how to go on."""
+"""Being told to end: what a batch system's SIGTERM does is what Ctrl-C does, that is tidy up and say how to go on.
+
+Who says it a second time does not want to wait for that: the process ends at once, with the same exit code. What is being written
+then is left under a temporary name, and the next run goes on.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,20 +18,43 @@ class Terminated(BaseException):
     """SIGTERM came. Not an Exception, as KeyboardInterrupt is none: nobody who handles errors should take it for one."""
 
 
+_KINDS: dict[int, tuple[type[BaseException], object, int]] = {  # signal -> what it raises, its usual handler, the exit code
+    signal.SIGINT: (KeyboardInterrupt, signal.default_int_handler, 130),
+    signal.SIGTERM: (Terminated, signal.SIG_DFL, 143),
+}
+_SHOW_CURSOR = "\x1b[?25h"  # a bar hides it
+
+
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Meanwhile the first SIGTERM raises `Terminated`; a second one ends the process at once."""
-    old = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or old is not signal.SIG_DFL:
-        yield  # Python lets only the main thread do so; and who set a handler, or ignores the signal, means it
+def signals_raise(to_the_end: bool) -> Iterator[None]:
+    """Meanwhile the first SIGINT raises KeyboardInterrupt, the first SIGTERM `Terminated`; a second one ends the process at once.
+
+    to_the_end: a second one does so afterwards too, while the process says that it ends and Python shuts down. A signal that
+    somebody else handles, or ignores, is left to that.
+    """
+    old = {number: signal.getsignal(number) for number in _KINDS}
+    if threading.current_thread() is not threading.main_thread():  # Python lets only the main thread do so
+        yield
         return
-    signal.signal(signal.SIGTERM, _raise)
+    own = [number for number, (_, usual, _) in _KINDS.items() if old[number] is usual]
+    for number in own:
+        signal.signal(number, _raise)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        told = any(signal.getsignal(number) is _end for number in own)
+        for number in own if not (told and to_the_end) else ():
+            signal.signal(number, old[number])
 
 
-def _raise(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Terminated
+def _raise(number: int, _: object) -> None:
+    for each in _KINDS:
+        if signal.getsignal(each) is _raise:
+            signal.signal(each, _end)
+    raise _KINDS[number][0]
+
+
+def _end(number: int, _: object) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        os.write(2, f"{_SHOW_CURSOR}\n".encode())
+    os._exit(_KINDS[number][2])

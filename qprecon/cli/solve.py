@@ -54,18 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> dict:
-    import zipfile
+    from qprecon.files import read_npz
 
-    import numpy as np
-
-    try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("one array only")
-        with file:
-            arrays = {name: file[name] for name in file.files}
-    except (zipfile.BadZipFile, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not an .npz file of plain arrays") from error
+    arrays = read_npz(path)
     missing = [name for name in _REQUIRED if name not in arrays]
     unknown = [name for name in arrays if name not in _REQUIRED + _OPTIONAL]
     if missing or unknown:
@@ -91,8 +82,10 @@ def _make_room(path: Path) -> None:
 def _write(path: Path, solution) -> None:
     import numpy as np
 
+    from qprecon.files import writing
+
     figures = {name: getattr(solution, name) for name in _SAVED}
     figures["status"] = np.array([status.name for status in solution.status], dtype=str)
     figures["reported_status"] = np.array(solution.reported_status, dtype=str)
-    with path.open("wb") as file:  # np.savez would add .npz to another name
+    with writing(path), path.open("wb") as file:  # np.savez would add .npz to another name
         np.savez(file, **figures)

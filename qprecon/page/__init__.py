@@ -6,9 +6,10 @@ transformers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from qprecon.files import write_text
 
 __all__ = ["PAGE_NAME", "write_page"]
 
@@ -41,7 +42,4 @@ def write_page(folders: Sequence[str | Path], target: str | Path | None = None) 
     text = page(read_runs(folders))
     path = Path(folders[0]) / PAGE_NAME if target is None else Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-    return path
+    return write_text(path, text)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qprecon.files import YAML, read_text
 from qprecon.llm.reporting.reading import read_json, validated
 from qprecon.llm.reporting.report import REPORT_NAME, LayerRow, PruneReport
 
@@ -132,7 +133,7 @@ def _read(folder: Path, name: str) -> Run:
         raise ValueError(f"{path}: layers is empty")
     settings = validated(Settings, {key: value for key, value in report.settings.items() if value is not None}, path)
     recipe = folder / RECIPE_NAME
-    return Run(name, report, settings, _evaluation(folder), recipe.read_text(encoding="utf-8") if recipe.is_file() else "")
+    return Run(name, report, settings, _evaluation(folder), read_text(recipe, YAML) if recipe.is_file() else "")
 
 
 def _evaluation(folder: Path) -> Evaluation:

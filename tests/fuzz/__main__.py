@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--backends", default=None, help="names with commas between; by default all that are installed")
     parser.add_argument("--json", type=pathlib.Path, default=None, help="file of counts; a run with the same code goes on from it")
+    parser.add_argument("--any-code", action="store_true", help="go on from a file of other code too; it then names both")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long")
     parser.add_argument("--only", type=int, default=None, metavar="INDEX", help="run one problem and make its faults small")
     given = parser.parse_args(argv)
@@ -44,7 +45,7 @@ def _run(given: argparse.Namespace) -> int:
     backends = tuple(given.backends.split(",")) if given.backends else installed()
     if given.only is not None:
         return _one(given.seed, given.only, backends)
-    tally = resumed(given.json, given.seed, backends)
+    tally = resumed(given.json, given.seed, backends, given.any_code)
     told: set[str] = set()
 
     def report(index: int, outcome: Outcome) -> None:

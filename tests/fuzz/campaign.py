@@ -17,7 +17,7 @@ import qprecon
 from .checks import KINDS, Outcome, run, versions
 from .problems import make
 
-_EXAMPLES = 5  # problems of each kind of fault that are kept
+_EXAMPLES = 1000  # problems of each kind of fault that are kept
 _SAVE_EVERY = 60.0  # seconds
 
 
@@ -38,6 +38,8 @@ class Tally:
     asked: Counter[str] = field(default_factory=Counter)
     well_posed: Counter[str] = field(default_factory=Counter)
     well_posed_optimal: Counter[str] = field(default_factory=Counter)
+    code: list[str] = field(default_factory=lambda: [code_digest()])
+    judged_again: list[int] = field(default_factory=list)
 
     def add(self, index: int, backend: str, outcome: Outcome) -> None:
         """Count one problem."""
@@ -49,6 +51,10 @@ class Tally:
         self.statuses.update(outcome.statuses)
         self.well_posed[backend] += outcome.well_posed
         self.well_posed_optimal[backend] += outcome.well_posed_optimal
+        self.add_faults(index, outcome)
+
+    def add_faults(self, index: int, outcome: Outcome) -> None:
+        """Count its faults."""
         for fault in outcome.faults:
             self.faults[fault.kind] += 1
             kept = self.examples.setdefault(fault.kind, [])
@@ -68,6 +74,7 @@ class Tally:
             "seed": self.seed,
             "problems": self.problems,
             "columns": self.columns,
+            "judged_again": self.judged_again,
             "faults": {kind: self.faults[kind] for kind in KINDS},
             "examples": self.examples,
             "well_posed": {
@@ -83,7 +90,7 @@ class Tally:
             "problems_by_backend": dict(self.asked.most_common()),
             "seconds": round(self.seconds, 1),
             "versions": versions(),
-            "code": code_digest(),
+            "code": self.code,
             "date": datetime.date.today().isoformat(),
             "resume": {
                 "backends": list(self.backends),
@@ -100,12 +107,12 @@ class Tally:
             saved["seed"], tuple(more["backends"]), saved["problems"], saved["columns"], saved["refused_as_indefinite"],
             saved["optimal_because_f_counts_as_zero"], saved["seconds"], Counter(saved["faults"]), saved["examples"],
             Counter(saved["statuses"]), Counter(saved["problems_by_backend"]), Counter(more["well_posed"]),
-            Counter(more["well_posed_optimal"]),
+            Counter(more["well_posed_optimal"]), saved["code"], saved["judged_again"],
         )  # fmt: skip
 
 
 def code_digest() -> str:
-    """Of the solver's and the fuzzer's sources: results of different code are not added up."""
+    """Of the solver's and the fuzzer's sources: results of different code are not added up unasked."""
     root, here = pathlib.Path(qprecon.__file__).parent, pathlib.Path(__file__).parent
     digest = hashlib.sha256()
     for file in (file for folder in (root, root / "backends", here) for file in sorted(folder.glob("*.py"))):
@@ -113,14 +120,27 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def resumed(file: pathlib.Path | None, seed: int, backends: tuple[str, ...]) -> Tally:
-    """The tally in the file if it is of the same code, seed and backends; a new one otherwise."""
+def resumed(file: pathlib.Path | None, seed: int, backends: tuple[str, ...], any_code: bool = False) -> Tally:
+    """The tally in the file if it is of the same seed, backends and (unless ``any_code``) code; a new one otherwise."""
     if file is not None and file.exists():
         saved = json.loads(file.read_text())
-        same = (saved["code"], saved["seed"], tuple(saved["resume"]["backends"])) == (code_digest(), seed, backends)
-        if same:
-            return Tally.from_json(saved)
+        same_code = saved["code"][-1] == code_digest()
+        if (saved["seed"], tuple(saved["resume"]["backends"])) == (seed, backends) and (same_code or any_code):
+            tally = Tally.from_json(saved)
+            if not same_code:
+                tally.code.append(code_digest())
+                _judge_again(tally)
+            return tally
     return Tally(seed, backends)
+
+
+def _judge_again(tally: Tally) -> None:
+    """Count the faults of a tally anew with the code of now, from the problems that had some."""
+    indices = sorted({index for kept in tally.examples.values() for index in kept})
+    tally.faults, tally.examples = Counter(), {}
+    for index in indices:
+        tally.add_faults(index, run(make(tally.seed, index, tally.backends)))
+    tally.judged_again += indices
 
 
 def save(tally: Tally, file: pathlib.Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from qprecon.llm.model.hub import ask_hub, is_hub_name
+from qprecon.llm.calibration.documents import file_documents, wikitext_join
+from qprecon.llm.model.hub import ask_hub, is_hub_name, offline_if_silent
+
+__all__ = ["is_source_name", "load_texts", "wikitext_join"]
 
 # Documents streamed from a hub data set. C4 documents average about 500 tokens, so 4,096 of them hold some 2 M tokens:
 # eight times what the default of 128 windows of 2,048 tokens needs.
@@ -24,9 +23,8 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
 
     Args:
         source: one of
-            a path ending in .jsonl or .jsonl.gz: one document a line, its "text" field;
-            a path ending in .raw or .raw.gz: WikiText's raw rows, joined by `wikitext_join` into one document;
-            any other file, gzipped if it ends in .gz: read whole, one document;
+            a file, read by `file_documents`: rows of JSON or of a table (.json, .jsonl, .csv, .parquet) have a document each, their
+            "text"; WikiText's .raw and any other text is one document; compressed ones (.gz, .zst, …) too;
             "builtin": the English language reference that comes with Python (`pydoc_data.topics`, about 465 kB,
             one document a topic; its words change a little from one Python version to the next);
             "c4", or any other name that `datasets.load_dataset` takes: the first `documents` documents of the split
@@ -40,13 +38,13 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         FileNotFoundError: `source` looks like a path, but no such file exists.
         ModuleNotFoundError: `source` names a data set and `datasets` is not installed.
         OSError: the data set cannot be had; the message says what to give instead.
-        ValueError: a jsonl row without a "text" string, or a source without any text.
+        ValueError: a source without any text; BadFileError, one of its kind, for a file that is not what it should be, by name.
     """
     name = source.as_posix() if isinstance(source, Path) else source
     if name == "builtin":
         texts = _builtin_texts()
     elif _is_file(name):
-        texts = _file_texts(Path(name))
+        texts = file_documents(Path(name))
     elif not is_hub_name(name) and not os.path.isdir(name):
         raise FileNotFoundError(f"no such text file: {name}")
     else:
@@ -54,17 +52,6 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
     if not any(text.strip() for text in texts):
         raise ValueError(f"{name} holds no text")
     return texts
-
-
-def wikitext_join(path: str | Path) -> str:
-    r"""The text of a raw WikiText file (.gz or plain) as the published perplexities take it.
-
-    It equals `"\n\n".join(dataset["text"])` of the Hugging Face data set: a row keeps its newline and a blank row
-    becomes the empty string.
-    """
-    # newline="\n" keeps stray carriage returns inside rows from being read as row ends.
-    with _open_text(Path(path), newline="\n") as rows:
-        return "\n\n".join(row if row.strip() else "" for row in rows)
 
 
 def is_source_name(text: str) -> bool:
@@ -76,52 +63,16 @@ def is_source_name(text: str) -> bool:
 
 def _is_file(name: str) -> bool:
     try:
-        return Path(name).is_file()
-    except OSError:  # longer than a file's name can be
+        path = Path(name)
+        return path.is_file() or path.is_fifo()
+    except (OSError, ValueError):  # longer than a file's name can be; a NUL in it
         return False
-
-
-def _open_text(path: Path, newline: str | None = None):
-    opener: Callable = gzip.open if path.suffix == ".gz" else open
-    return opener(path, "rt", encoding="utf-8", newline=newline)
 
 
 def _builtin_texts() -> list[str]:
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
-
-
-def _file_texts(path: Path) -> list[str]:
-    stem = path.name.removesuffix(".gz")
-    try:
-        if stem.endswith(".jsonl"):
-            return list(_jsonl_texts(path))
-        if stem.endswith(".raw"):
-            return [wikitext_join(path)]
-        with _open_text(path) as file:
-            return [file.read()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a .jsonl(.gz) file with their line numbers; ValueError, naming the line, for what is not JSON."""
-    with _open_text(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-
-
-def _jsonl_texts(path: Path) -> Iterator[str]:
-    for number, row in json_rows(path):
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ValueError(f'{path}, line {number}: no "text" string in the row')
-        yield row["text"]
 
 
 def _hub_texts(name: str, documents: int) -> list[str]:
@@ -137,10 +88,13 @@ def _hub_texts(name: str, documents: int) -> list[str]:
         ) from error
     path, arguments = _HUB_ALIASES.get(name, (name, {}))
     try:
-        if not os.path.isdir(path):
-            ask_hub(path, "dataset")
-        rows = load_dataset(path, split="train", streaming=True, **arguments)
-        return [row["text"] for row in rows.take(documents)]
+        if os.path.isdir(path):
+            rows = load_dataset(path, split="train", streaming=True)
+            return [row["text"] for row in rows.take(documents)]
+        ask_hub(path, "dataset")
+        with offline_if_silent():  # a copy is taken at once, or is said to be missing
+            rows = load_dataset(path, split="train", streaming=True, **arguments)
+            return [row["text"] for row in rows.take(documents)]
     except KeyError as error:
         raise ValueError(f'the data set {name!r} has no "text" field; {instead}') from error
     except Exception as error:  # the library raises its own, the hub's and the network's errors

@@ -64,12 +64,12 @@ def cut_windows(
         "each" with a tokenizer that has no BOS.
     """
     check_cut(seqlen, bos)
+    if is_text(source) and tokenizer is None:
+        raise ValueError("text needs the model's tokenizer, and there is none: give tokenizer=..., or token ids instead of text")
     documents = _documents(source)
-    is_text = bool(documents) and isinstance(documents[0], str)
-    policy = resolve_bos(bos, tokenizer) if is_text or bos != "auto" else "none"
-    if is_text and tokenizer is None:
-        raise ValueError("text needs a tokenizer: give tokenizer=..., or token ids instead of text")
-    if is_text:
+    from_text = bool(documents) and isinstance(documents[0], str)
+    policy = resolve_bos(bos, tokenizer) if from_text or bos != "auto" else "none"
+    if from_text:
         streams = [_tokenise(text, tokenizer, policy) for text in (["\n\n".join(documents)] if join else documents)]
     else:
         streams = [torch.cat(documents)] if join and documents else documents
@@ -119,6 +119,12 @@ def resolve_bos(policy: str, tokenizer: Any) -> str:
         return "none"
     # Asking the tokenizer is the only reliable way: the flag add_bos_token is missing from many, and wrong in some.
     return "each" if list(tokenizer("a")["input_ids"])[:1] == [bos_id] else "none"
+
+
+def is_text(source: Any) -> bool:
+    """Whether a tokenizer is needed for it: text, the name of a source of text, or a list of texts."""
+    listed = isinstance(source, list | tuple) and bool(source) and all(isinstance(item, str) for item in source)
+    return listed or isinstance(source, str | Path)
 
 
 def _documents(source: Any) -> list:

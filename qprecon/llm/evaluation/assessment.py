@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qprecon.errors import BadFileError
+from qprecon.files import read_json, write_text
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_length
-from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity
-from qprecon.llm.model.loading import load_causal_lm, load_config
+from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity, text_windows
+from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.reporting.progress import library_bars
 
 EVALUATION_NAME = "qprecon_eval.json"
@@ -74,27 +75,46 @@ def evaluate(
         from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
 
         check_tasks(tasks, **(task_options or {}))
+    if save:
+        _saved(Path(model) / EVALUATION_NAME)
+    options = dict(perplexity_options or {})
+    folder = model_folder(model)
+    config = load_config(folder)
+    cutting = {name: options[name] for name in ("seqlen", "bos") if name in options}
     if text is not None:
-        check_length(load_config(model), (perplexity_options or {}).get("seqlen", DEFAULT_SEQLEN))
-    texts = None if text is None else load_texts(text)
+        check_length(config, cutting.get("seqlen", DEFAULT_SEQLEN))
+    tokenizer = load_tokenizer(folder, needed_by="text" if tasks is None else "a task")
+    if text is not None:
+        windows = text_windows(load_texts(text), tokenizer, **cutting)
     with library_bars(progress):
-        loaded, tokenizer = load_causal_lm(model, device=device)
+        loaded, _ = load_whole(folder, device=device)
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
     scores = measured = None
     if tasks is not None:
         scores = evaluate_tasks(loaded, tasks, **common, **(task_options or {}))
-    if texts is not None:
-        name = Path(str(text)).name
-        measured = perplexity(loaded, texts, text_name=name, **common, **(perplexity_options or {}))
+    if text is not None:
+        measured = perplexity(loaded, windows, text_name=Path(str(text)).name, **common, **options)
     result = Evaluation(measured, scores)
     if save:
         _add(Path(model) / EVALUATION_NAME, result)
     return result
 
 
+def _saved(path: Path) -> dict[str, Any]:
+    """What earlier measurements left in a file. BadFileError for one that nothing can be added to."""
+    if not path.is_file():
+        return {"format": 1, "perplexity": [], "tasks": []}
+    saved = read_json(path)
+    rows = {"perplexity": ("text", "seqlen", "bos", "windows"), "tasks": ("task", "source", "limit")}
+    for kind, keys in rows.items():
+        if not isinstance(saved.get(kind), list) or not all(isinstance(row, dict) and {*keys} <= {*row} for row in saved[kind]):
+            raise BadFileError(f"{path} is not what `qprecon eval --save` wrote ({kind!r}): move it away to begin anew")
+    return saved
+
+
 def _add(path: Path, result: Evaluation) -> None:
     """A measurement under the same conditions replaces the old one; others stay."""
-    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"format": 1, "perplexity": [], "tasks": []}
+    saved = _saved(path)
     if result.perplexity is not None:
         row = dataclasses.asdict(result.perplexity)
         same = ("text", "seqlen", "bos", "windows")
@@ -104,6 +124,4 @@ def _add(path: Path, result: Evaluation) -> None:
         rows = [{**score, "source": facts["source"], "limit": facts["limit"]} for score in facts["scores"]]
         new = {(row["task"], row["source"], row["limit"]) for row in rows}
         saved["tasks"] = [old for old in saved["tasks"] if (old["task"], old["source"], old["limit"]) not in new] + rows
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, json.dumps(saved, indent=1) + "\n")

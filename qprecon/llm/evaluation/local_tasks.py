@@ -15,7 +15,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from qprecon.llm.calibration.texts import json_rows
+from qprecon.llm.calibration.documents import json_rows
 
 Row = dict[str, Any]
 
@@ -72,12 +72,12 @@ def local_rows(name: str, data_dir: str | Path) -> list[tuple[Any, Row]]:
     """Every row of a task's file as (what `limit` counts by, the fields of `config`). Raises as `local_task` does."""
     task, path = LOCAL_TASKS[name], local_file(name, data_dir)
     rows = []
-    for number, row in json_rows(path):
+    for place, row in json_rows(path):
         try:
             _need(row, task.fields)
             rows.append((row[task.limit_by] if task.limit_by else None, task.prepare(row)))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise ValueError(f"{path}, {place}: {error}") from error
     if not rows:
         raise ValueError(f"{path} holds no items")
     return rows
@@ -105,12 +105,22 @@ def _text(row: Row, field: str) -> str:
     return row[field]
 
 
+def _answer(row: Row, field: str) -> str:
+    """A text that is scored: lm-eval has nothing to score where it is empty, and fails after everything else."""
+    if not _text(row, field).strip():
+        raise ValueError(f"{field} is empty, so there is nothing to score")
+    return row[field]
+
+
 def _texts(row: Row, field: str, count: int | None = None) -> list[str]:
     value = row[field]
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{field} should be a list of texts, at least two, got {value!r}")
     if count is not None and len(value) != count:
         raise ValueError(f"{field} should be {count} texts, got {len(value)}")
+    # of a given number of choices, MMLU's, letters are scored
+    if count is None and (empty := [number for number, text in enumerate(value, start=1) if not text.strip()]):
+        raise ValueError(f"{field} is empty in place {empty[0]}, so there is nothing to score")
     return value
 
 
@@ -152,7 +162,7 @@ def _openbookqa(row: Row) -> Row:
 
 
 def _piqa(row: Row) -> Row:
-    choices = [_text(row, "sol1"), _text(row, "sol2")]
+    choices = [_answer(row, "sol1"), _answer(row, "sol2")]
     return {"query": _query(_text(row, "goal")), "choices": choices, "label": _label(row, "label", 2)}
 
 
@@ -168,8 +178,10 @@ def _winogrande(row: Row) -> Row:
     before, _, after = _text(row, "sentence").partition("_")
     if row["sentence"].count("_") != 1:
         raise ValueError(f"sentence should have one gap, written _, got {row['sentence']!r}")
+    if not after.strip():
+        raise ValueError(f"sentence should go on after its gap, which is what is scored, got {row['sentence']!r}")
     return {
-        "contexts": [before + _text(row, "option1"), before + _text(row, "option2")],
+        "contexts": [before + _answer(row, "option1"), before + _answer(row, "option2")],
         "rest": after.strip(),
         "label": _label(row, "answer", 2, first=1),
     }
@@ -193,6 +205,8 @@ def _hellaswag(row: Row) -> Row:
         if split and split[2][:1].islower():
             context = f"{split[1]} {split[2].capitalize()}"
     endings = [_cleaned(ending) for ending in _texts(row, "endings")]
+    if not all(endings):
+        raise ValueError("endings has one with nothing but [brackets], so there is nothing to score")
     return {"query": _cleaned(context), "endings": endings, "label": _label(row, "label", len(endings))}
 
 

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 
 from qprecon.llm.calibration.capture import evaluation_mode
-from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_cut, check_length, check_windows, cut_windows
+from qprecon.llm.calibration.windows import (
+    DEFAULT_SEQLEN,
+    TokenWindows,
+    check_cut,
+    check_length,
+    check_windows,
+    cut_windows,
+    is_text,
+)
 from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import load_causal_lm, load_config
+from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
 from qprecon.options import is_whole
@@ -79,7 +87,7 @@ def perplexity(
         model: a transformers causal LM, or the path or name of one. Its train/eval mode is put back afterwards.
         tokens_or_text: a string, a list of strings, an integer tensor (T,) or (S, L), or a list of such tensors.
             Tensors are joined and cut anew. A string that is a single word or names a file is read by `load_texts`
-            (a WikiText .raw file is joined as the convention wants).
+            (a WikiText .raw file is joined as the convention wants). Or what `text_windows` gave.
         tokenizer: needed for text; taken from the folder if `model` is one.
         seqlen: tokens a window, 2048 unless given.
         bos: "none"; "first" tokenises once with what the tokenizer adds and then cuts, as the published tables do;
@@ -101,15 +109,16 @@ def perplexity(
     autocast = None if autocast is None else as_dtype(autocast)
     check_unwrapped(model)
     if isinstance(model, str | Path):
+        model = model_folder(model)
         check_length(load_config(model), seqlen)
-        model, own_tokenizer = load_causal_lm(model, device=device)
-        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+        if tokenizer is None and is_text(tokens_or_text):
+            tokenizer = load_tokenizer(model, needed_by="text")
+    cut = tokens_or_text if isinstance(tokens_or_text, TokenWindows) else text_windows(tokens_or_text, tokenizer, seqlen, bos)
+    tokens = cut.tokens[:max_windows]
+    if isinstance(model, str | Path):
+        model, _ = load_whole(model, device=device)
     elif device is not None:
         model = model.to(device)
-    cut = cut_windows(tokens_or_text, tokenizer=tokenizer, seqlen=seqlen, bos=bos)
-    tokens = cut.tokens[:max_windows]
-    if not len(tokens):
-        raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
     check_windows(model, list(tokens))
     start = time.perf_counter()
     with computing_on(model.get_input_embeddings().weight.device):
@@ -126,6 +135,14 @@ def perplexity(
         text=text_name or _name(tokens_or_text),
         seconds=seconds,
     )
+
+
+def text_windows(tokens_or_text: Any, tokenizer: Any, seqlen: int = DEFAULT_SEQLEN, bos: str = "auto") -> TokenWindows:
+    """The windows that `perplexity` scores. ValueError, with the counts, for a text shorter than one."""
+    cut = cut_windows(tokens_or_text, tokenizer=tokenizer, seqlen=seqlen, bos=bos)
+    if not len(cut.tokens):
+        raise ValueError(f"too little text: {cut.described()} tokens; at least one window is needed. Use a smaller seqlen.")
+    return cut
 
 
 def check_perplexity(

@@ -19,7 +19,7 @@ from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_ta
 from qprecon.llm.evaluation.scores import TaskScores, task_score
 from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.hub import offline_if_silent
-from qprecon.llm.model.loading import load_causal_lm
+from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode
 from qprecon.options import is_whole
@@ -100,8 +100,9 @@ def evaluate_tasks(
     with _quiet(hide_bars=not bar):
         loaded = names if data_dir is None else [local_task(name, data_dir, limit) for name in names]
         if isinstance(model, str | Path):
-            model, own_tokenizer = load_causal_lm(model, device=device)
-            tokenizer = own_tokenizer if tokenizer is None else tokenizer
+            model = model_folder(model)
+            tokenizer = load_tokenizer(model, needed_by="a task") if tokenizer is None else tokenizer
+            model, _ = load_whole(model, device=device)
         elif device is not None:
             model = model.to(device)
         if tokenizer is None:

@@ -17,19 +17,19 @@ Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = k
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from qprecon.files import NPZ, read_json, read_npz, reading
 from qprecon.llm.masks import LayerData, Selection
 from qprecon.llm.masks.packed import packed_shapes, unpack
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.model.weight_files import opened, read_header, weight_files
 
 if TYPE_CHECKING:
     from qprecon.llm.model.linears import Stored
@@ -153,40 +153,30 @@ def _open(source: Mapping[str, object] | str | Path, experts: bool) -> tuple[Ent
     if not path.exists():
         raise FileNotFoundError(f"no masks at {path}")
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as archive:
-            if (shapes := packed_shapes(archive)) is not None:
-                packed = {key: archive[key] for key in shapes}
-                return [(key, lambda key=key: unpack(packed[key], shapes[key])) for key in shapes], "KN"
-            return [(key, lambda value=archive[key]: value) for key in archive.files], "KN"
+        arrays = read_npz(path)
+        with reading(path, NPZ, ValueError, KeyError, TypeError, IndexError):
+            shapes = packed_shapes(arrays)
+            packed = {key: arrays[key] for key in shapes or ()}
+        if shapes is not None:
+            return [(key, lambda key=key: unpack(packed[key], shapes[key])) for key in shapes], "KN"
+        return [(key, lambda value=value: value) for key, value in arrays.items()], "KN"
     if path.suffix == ".safetensors":
         return list(_safetensors(path)), "KN"
     raise ValueError(f"{path}: masks are read from .npz, .safetensors or a checkpoint folder")
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        keys = list(file.keys())
-
     def read(key: str) -> torch.Tensor:
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             return file.get_tensor(key)
 
-    for key in keys:
+    for key in read_header(path).shapes:
         yield key, lambda key=key: read(key)
 
 
 def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no .safetensors file to take the zeros of")
-    from safetensors import safe_open
-
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}
-        for key, shape in shapes.items():
+    for path in _weights_of(folder):
+        for key, shape in read_header(path).shapes.items():
             if len(shape) == 2:
                 yield key, partial(_nonzeros, path, key)
             elif len(shape) == 3 and experts:
@@ -195,11 +185,21 @@ def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[...
                     yield f"{head}.{expert}.{own}", partial(_nonzeros, path, key, expert, shape[0])
 
 
+def _weights_of(folder: Path) -> list[Path]:
+    """The files that transformers reads, or all of a folder that is no model's."""
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        read = weight_files(folder)
+    except FileNotFoundError:
+        read = None
+    if read is not None and not read.safetensors or not files:
+        raise FileNotFoundError(f"{folder} holds no .safetensors file to take the zeros of")
+    return files if read is None else [folder / name for name in read.names]
+
+
 def _nonzeros(path: Path, key: str, expert: int = 0, experts: int = 1) -> torch.Tensor:
     """Of a matrix, or of one of the `experts` that a tensor holds behind each other along its first axis."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
+    with opened(path) as file:
         whole = file.get_slice(key)
         length = whole.get_shape()[0] // experts
         return whole[expert * length : (expert + 1) * length].flatten(0, -2) != 0
@@ -207,7 +207,7 @@ def _nonzeros(path: Path, key: str, expert: int = 0, experts: int = 1) -> torch.
 
 def _checkpoint_orientation(folder: Path) -> str:
     config = folder / "config.json"
-    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.exists() else None
+    kind = read_json(config).get("model_type") if config.exists() else None
     return "NK" if kind in _CONV1D_MODELS else "KN"
 
 

@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 
+from qprecon.errors import BadFileError
+from qprecon.files import one_line, read_json
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.hub import ask_hub, is_hub_name
+from qprecon.llm.model.hub import fetched_model, is_hub_name
+from qprecon.llm.model.kinds import check_causal, check_kinds, check_left_over, config_facts
+from qprecon.llm.model.weight_files import check_contents, check_files, weight_files
 
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def choose_device(device: str | torch.device | None = None, argument: str = "device") -> torch.device:
@@ -54,85 +58,137 @@ def load_causal_lm(
 
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without a config.json. OSError: a hub name that cannot be
-            had. ValueError: another dtype; weights that the files lack.
+            had. BadFileError: a file that is not what it should be, by name. ValueError: another dtype; a model of another kind;
+            weights that the files lack, or that are of another kind than the configuration says.
     """
+    tokenizer = load_tokenizer(model_folder(model))
+    return load_whole(model, device=device, dtype=dtype)[0], tokenizer
+
+
+def load_whole(
+    model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[Any, list[str]]:
+    """The model of `load_causal_lm`, and the names of stored tensors that it has no place for."""
     from transformers import AutoModelForCausalLM
 
-    _check_path(model)
     target = choose_device(device)
     if dtype is None:
         dtype = torch.float32 if target.type == "cpu" else "auto"
     elif dtype != "auto":
         dtype = as_dtype(dtype)
-    with _named(model):
-        loaded, found = AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype, output_loading_info=True)
+    folder = model_folder(model)
+    config = _config(folder, str(model))
+    files = weight_files(folder)
+    check_kinds(folder, check_files(files), config)
+    try:
+        with loading(f"the model in {model}"):
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False
+            )
+    except BadFileError:
+        check_contents(files)  # which names the file, if it is one's contents
+        raise
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
             "complete, and is it a causal language model?"
         )
-    loaded = loaded.to(target).eval()
-    return loaded, load_tokenizer(model)
+    left_over = sorted(found["unexpected_keys"])
+    if getattr(config, "quantization_config", None) is None:
+        check_left_over(folder, left_over)
+    loaded.config._name_or_path = loaded.name_or_path = str(model)  # not where the hub's copy lies
+    return loaded.to(target).eval(), left_over
 
 
 def load_config(model: str | Path) -> Any:
     """The configuration of a model folder or hub name, without its weights. Raises as `load_causal_lm` does."""
+    return _config(model_folder(model), str(model))
+
+
+def _config(folder: Path, model: str) -> Any:
     from transformers import AutoConfig
 
-    _check_path(model)
-    with _named(model):
-        return AutoConfig.from_pretrained(str(model))
+    config_facts(folder, model)
+    with loading(f"the configuration of {model}"):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    check_causal(model, config)
+    return config
 
 
-def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model folder or hub name; None if it has none (a caller with text will be told that it needs one).
+def load_tokenizer(model: str | Path, needed_by: str | None = None) -> Any:
+    """The tokenizer of a model folder or hub name; None if it has none.
 
-    One that is there but cannot be loaded is None too, with a warning: not every caller has text.
+    One that is there but cannot be loaded is None too, with a warning: not every caller has text. needed_by: what cannot do
+    without; then ValueError where there is none, and BadFileError, or ImportError, where it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-        return None
+    folder = model_folder(model)
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        if needed_by is None:
+            return None
+        raise ValueError(
+            f"{model} has no tokenizer, which {needed_by} needs: put its files (tokenizer.json, …) into the folder, or in Python "
+            "give tokenizer=… or token ids"
+        )
     try:
-        return AutoTokenizer.from_pretrained(str(model))
-    except Exception as error:  # of many classes: a missing package, a bad file, the hub's own
-        if folder.is_dir() or not isinstance(error, OSError):  # that is how the hub says that it has none
-            why = " ".join(str(error).split())
-            warnings.warn(f"the tokenizer in {model} cannot be loaded, so there is none: {why}", stacklevel=2)
+        with loading(f"the tokenizer in {model}"):
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (BadFileError, ImportError) as error:
+        if needed_by is not None:
+            for path in sorted(folder.glob("*token*.json")):
+                read_json(path)  # says so itself if it is the culprit
+            raise
+        warnings.warn(f"{one_line(error)}; so there is none", stacklevel=2)
         return None
 
 
 def model_folder(model: str | Path) -> Path:
-    """Where the files of a model are: the folder itself, or the local copy of a hub model, fetched if need be."""
-    _check_path(model)
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
-    from huggingface_hub import snapshot_download
+    """Where the files of a model are: the folder itself, or the local copy of a hub model, fetched if need be.
 
-    with _named(model):
-        return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]))
+    A copy that is complete needs no network, and without one nothing is waited for.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        adapter = (path / "adapter_config.json").is_file()
+        hint = "; it holds an adapter of PEFT: merge that into its model first (merge_and_unload)" if adapter else ""
+        raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder{hint}")
+    if path.exists() or not isinstance(model, str) or not is_hub_name(model):
+        raise FileNotFoundError(f"no such model folder: {model}")
+    try:
+        return fetched_model(model)
+    except Exception as error:  # the hub's library raises classes of several others
+        why = one_line(error)
+        raise OSError(f"there is no folder {model!r} here, and as a name on the hub it cannot be had: {why}") from error
+
+
+def local_copy(model: str) -> Path | None:
+    """The folder of a model as far as it is here, by path or hub name, without asking anybody; None where it is not."""
+    from huggingface_hub import constants, snapshot_download
+
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if not is_hub_name(model):
+        return None
+    try:
+        return Path(snapshot_download(model, cache_dir=constants.HF_HUB_CACHE, local_files_only=True))
+    except Exception:  # the hub's library raises classes of several others
+        return None
 
 
 @contextmanager
-def _named(model: str | Path) -> Iterator[None]:
-    """An error of the hub or the network says first that there is no such folder."""
+def loading(what: str) -> Iterator[None]:
+    """While open, whatever transformers raises for bad files, of a dozen classes, becomes one line: "`what` cannot be loaded"."""
     try:
         yield
-    except Exception as error:  # the hub's library raises classes of several others
-        if Path(model).expanduser().is_dir():
+    except (BadFileError, ImportError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise BadFileError(f"{what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what the Rust libraries raise is no Exception
             raise
-        raise OSError(f"there is no folder {str(model)!r} here, and as a name on the hub it cannot be had: {error}") from error
-
-
-def _check_path(model: str | Path) -> None:
-    """Refuse what is meant as a path and is none, and a hub name where no hub answers, before transformers asks again and again."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder")
-        return
-    if path.exists() or not isinstance(model, str) or not is_hub_name(model):
-        raise FileNotFoundError(f"no such model folder: {model}")
-    with _named(model):
-        ask_hub(model, "model")
+        raise BadFileError(f"{what} cannot be loaded: {one_line(error)}") from error

@@ -16,8 +16,9 @@ from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
 from qprecon.llm.pruning.blocks import prune_blocks
 from qprecon.llm.pruning.checks import check_choices, check_method, half_precision_hint, with_given_masks
+from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.origin import find_model, open_source
+from qprecon.llm.pruning.origin import companions_of, find_model, open_source
 from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import outcome
@@ -92,7 +93,7 @@ def prune_model(
         method = Method(**recipe.settings(), keep_masks=save_masks)
         check_choices(method, device)
         with log.library_bars():
-            found = find_model(model, tokenizer, out, recipe.dtype, recipe.mask, log)
+            found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
@@ -101,8 +102,16 @@ def prune_model(
             with log.library_bars():
                 check_writable(found.model, found.tokenizer, folder)
         samples = calibration_samples(found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
+        if found.is_skeleton:  # text before weights
+            with log.library_bars():
+                found = found.in_memory(log)
+            plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
+        stays_dense = left_dense(found.model, plan)
+        companions = None if out is None else companions_of(found.name, found.tokenizer, found.files)
         source = open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
+        if companions and companions.left_out:
+            log.note(companions.note())
         if hint := half_precision_hint(plan, recipe.dtype, device):
             log.note(hint)
         log.say_notes()
@@ -115,16 +124,19 @@ def prune_model(
         source.stop()
     recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     recorded |= {"calibration": describe_source(calibration), "seqlen": max(sample.numel() for sample in samples)}
-    report = outcome(rows, plan.excluded, source.zeros(rows), recorded, log)
+    facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions.left_out if companions else ()}
+    report = outcome(rows, source.zeros(rows), recorded, log, **facts)
     if out is not None:
         with log.phase("save"):
             masks = source.masks() if save_masks else None
             if found.shards is None:
                 with log.library_bars():
-                    save_model(found.model, report, out, found.tokenizer, masks)
+                    save_model(found.model, report, out, found.tokenizer, masks, companions)
             else:
                 shards = source.entries()
-                complete_folder(partial_folder(out), shards, found.model, folder, report, out, found.tokenizer, masks)
+                complete_folder(
+                    partial_folder(out), shards, found.model, folder, report, out, found.tokenizer, masks, companions
+                )
         report = replace(report, phase_seconds=dict(log.seconds))
     return report
 

@@ -5,57 +5,71 @@ Then the blocks of either, those of a folder with what an unfinished run has fin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from qprecon.llm.calibration.windows import is_text
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import load_causal_lm, load_tokenizer, model_folder
+from qprecon.llm.model.kinds import check_kinds
+from qprecon.llm.model.loading import load_tokenizer, load_whole, local_copy, model_folder
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
+from qprecon.llm.model.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
-from qprecon.llm.storage.checkpoint import NotStreamable, Shards, open_shards, skeleton
+from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
+from qprecon.llm.storage.companions import Companions, find_companions
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import check_apart, partial_folder
+from qprecon.llm.storage.output import EXPLAINED, check_apart, partial_folder
 from qprecon.llm.storage.sources import DiskBlocks
 
 
 @dataclass(frozen=True)
 class Found:
-    """The model, in memory or (with `shards`) as a skeleton."""
+    """The model: in memory, or a skeleton of the folder of `files`, which is read block by block (with `shards`) or as a whole.
+
+    left_over: stored tensors that the model has no place for. dtype: as it was asked for.
+    """
 
     model: nn.Module
     tokenizer: Any
     name: str
+    files: WeightFiles | None = None
     shards: Shards | None = None
+    left_over: tuple[str, ...] = ()
+    dtype: Any = None
+
+    @property
+    def is_skeleton(self) -> bool:
+        """Whether the weights are still to be read, all at once."""
+        return self.shards is None and any(parameter.is_meta for parameter in self.model.parameters())
+
+    def in_memory(self, log: RunLog) -> Found:
+        """With the weights, of a folder that is read as a whole."""
+        model, left_over = load_whole(self.files.folder, device="cpu", dtype=self.dtype)
+        model.config._name_or_path = model.name_or_path = self.name  # not where a copy of the hub's files lies
+        if left_over:
+            log.note(f"the output lacks {len(left_over)} tensors that the model has no place for, first {left_over[0]}")
+        return replace(self, model=model, left_over=tuple(left_over))
 
 
-def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log: RunLog) -> Found:
-    """The model that was given to `prune_model`: itself, a skeleton of a folder, or where that cannot be had (a note then says
-    why) the folder loaded as a whole. ValueError, TypeError: what cannot be pruned, or would be overwritten."""
+def find_model(model: Any, calibration: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log: RunLog) -> Found:
+    """The model that was given to `prune_model`: itself, or a skeleton of its folder, whose files have then been found to be whole.
+
+    Of the calibration it is only asked whether a folder's tokenizer will be needed. ValueError, TypeError, OSError: what cannot be
+    pruned, or would be overwritten; and what `load_causal_lm` raises.
+    """
     if dtype not in (None, "auto"):
         as_dtype(dtype)
     if isinstance(model, str | Path):
-        if out is None:
-            raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
-        check_apart(model, out)
-        try:
-            if get_selector(mask).model_level:
-                raise NotStreamable(f"mask {mask!r} is learned on the whole model")
-            folder = model_folder(model)
-            shards = open_shards(folder)
-            return Found(skeleton(folder, shards, dtype), tokenizer or load_tokenizer(model), str(model), shards)
-        except NotStreamable as reason:
-            log.note(f"the model was loaded as a whole, not block by block: {reason}")
-        loaded, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
-        return Found(loaded, tokenizer or own_tokenizer, str(model))
+        return _in_folder(model, is_text(calibration), tokenizer, out, dtype, mask, log)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
@@ -63,6 +77,49 @@ def find_model(model: Any, tokenizer: Any, out: Any, dtype: Any, mask: str, log:
     if dtype not in (None, "auto"):
         log.note(f"dtype={dtype!r}: no effect on a model in memory, which is pruned in the dtype it has")
     return Found(model, tokenizer, getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: Any, mask: str, log: RunLog) -> Found:
+    if out is None:
+        raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
+    check_apart(model, out)
+    folder = model_folder(model)
+    files = weight_files(folder)
+    shards, left_over, why_not = None, [], None
+    try:
+        shards = open_shards(files)
+    except NotStreamable as reason:
+        why_not = reason
+    frame = skeleton(folder, shards, dtype)
+    check_kinds(folder, shards.by_file() if shards else check_files(files), frame.config)
+    try:
+        if get_selector(mask).model_level:
+            raise NotStreamable(f"mask {mask!r} is learned on the whole model")
+        left_over = check_streamable(frame, shards) if shards else []
+    except NotStreamable as reason:
+        why_not = reason
+    if why_not is not None:
+        shards = None
+        log.note(f"the model was loaded as a whole, not block by block: {why_not}")
+    elif left_over:
+        log.note(f"{len(left_over)} tensors that the model has no place for are in the output as they are, first {left_over[0]}")
+    if tokenizer is None:
+        tokenizer = load_tokenizer(folder, needed_by="the calibration text" if text else None)
+    return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype)
+
+
+def companions_of(name: str, tokenizer: Any, files: WeightFiles | None = None) -> Companions | None:
+    """What lies beside the weights in a model's folder; of one in memory, in that which it came from by `name`. None: in none."""
+    if files is None:
+        folder = local_copy(name)
+        if folder is None:
+            return None
+        try:
+            files = weight_files(folder)
+        except (OSError, ValueError):
+            files = WeightFiles(folder, (), safetensors=True)
+    own_tokenizer = tokenizer is None or getattr(tokenizer, "name_or_path", None) in (name, str(files.folder))
+    return find_companions(files, EXPLAINED, own_tokenizer)
 
 
 def open_source(
@@ -78,7 +135,7 @@ def open_source(
         return MemoryBlocks(found.model, plan.blocks, device, log)
     fingerprint = {
         **versions(),
-        "model files": found.shards.identity,
+        "model files": found.shards.headers,  # their contents are compared as far as finished blocks were read from them
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
         "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},

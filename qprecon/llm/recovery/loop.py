@@ -15,6 +15,7 @@ from qprecon.llm.calibration.windows import describe_source
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
+from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.pruning.plan import calibration_samples
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
 from qprecon.llm.recovery.report import RecoveryReport
@@ -111,11 +112,14 @@ def recover(
         "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
         "checkpointing": done.fit.checkpointing, "device": str(device),
     }  # fmt: skip
+    beside = None if out is None else companions_of(pair.name, pair.tokenizer)
+    if beside and beside.left_out:
+        log.note(beside.note())
     report = _report(task, done, recorded, pruned_with(model), log)
     if out is not None:
         with log.phase("save"), log.library_bars():
             packed = selected.masks() if save_masks else None
-            save_model(pair.model, report, out, pair.tokenizer, packed, name=RECOVERY_NAME, card=report.model_card())
+            save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=report.model_card())
             shutil.rmtree(partial_folder(out), ignore_errors=True)
     return replace(report, phase_seconds=dict(log.seconds))
 

@@ -10,7 +10,7 @@ import torch
 from qprecon.llm.recovery.memory import Fit
 from qprecon.llm.recovery.optimizers import Optimizer
 from qprecon.llm.recovery.step import Look
-from qprecon.llm.storage.journal import STATE, Journal, checksum, write_atomically
+from qprecon.llm.storage.journal import STATE, Journal, checksum
 
 
 @dataclass
@@ -55,7 +55,7 @@ def save_state(journal: Journal, course: Course, optimizer: Optimizer, fit: Fit)
         "values": [value.cpu() for value in optimizer.values()],
         "optimizer": optimizer.state_dict(),
     }
-    write_atomically(journal.folder / file, lambda path: torch.save(content, path))
+    journal.write_file(journal.folder / file, lambda path: torch.save(content, path))
     facts = {"file": file, "checksum": checksum(journal.folder / file), "step": course.step, "fit": asdict(fit)}
     journal.write(f"{STATE}.json", facts)
     if before is not None and before["file"] != file:

@@ -15,9 +15,9 @@ from qprecon.llm.reporting.report import LayerRow, PruneReport
 
 
 def outcome(
-    rows: Sequence[LayerRow], excluded: tuple[tuple[str, str], ...], counted: tuple[int, int], settings: dict[str, Any], log: RunLog
+    rows: Sequence[LayerRow], counted: tuple[int, int], settings: dict[str, Any], log: RunLog, **facts: Any
 ) -> PruneReport:
-    """The report of these rows. `counted`: zeros and number of all parameters of the model."""
+    """The report of these rows. counted: zeros and number of all parameters of the model. facts: further fields of the report."""
     zeros, total = counted
     return PruneReport(
         layers=tuple(rows),
@@ -27,8 +27,8 @@ def outcome(
         settings=settings,
         versions=versions(),
         phase_seconds=dict(log.seconds),
-        excluded=excluded,
         warnings=(*log.notes, *_remarks(rows, given=settings["mask"] == "given")),
+        **facts,
     )
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qprecon import files
+
 if TYPE_CHECKING:
     import pydantic
 
@@ -13,13 +15,8 @@ Kind = TypeVar("Kind")
 
 
 def read_json(path: Path, form: int) -> dict[str, Any]:
-    """The object in a file. ValueError where it is none, or its `format` is another than `form`."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} should hold a JSON object, it holds a {type(data).__name__}")
+    """The object in a file. BadFileError where it is none; ValueError where its `format` is another than `form`."""
+    data = files.read_json(path)
     if data.get("format") != form:
         raise ValueError(f"{path}: format is {data.get('format')!r}; this version of qprecon reads another format, {form}")
     return data

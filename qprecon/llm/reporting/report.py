@@ -14,6 +14,7 @@ from qprecon.llm.reporting.reading import read_json, validated
 
 REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
 FORMAT = 1
+MUCH = 0.05  # of a model: what is left dense and is more is said first
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class PruneReport:
     """The outcome of `prune_model`.
 
     `sparsity` is the share of zeros among the weights of pruned layers, `model_sparsity` among all parameters of the
-    model. `excluded` lists what of the blocks was left dense, with reasons. `phase_seconds` is wall-clock time.
+    model. `excluded` lists what of the blocks was left dense, with reasons; `left_dense` what of the whole model was, and its share
+    of all parameters. `left_out`: files of the model's folder that the output lacks. `phase_seconds` is wall-clock time.
     """
 
     layers: tuple[LayerRow, ...]
@@ -74,6 +76,8 @@ class PruneReport:
     phase_seconds: dict[str, float]
     excluded: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = field(default=())
+    left_dense: tuple[tuple[str, float], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def seed(self) -> int:
@@ -83,6 +87,11 @@ class PruneReport:
     def largest_gap(self) -> float | None:
         """The largest certified relative gap of any column of any layer; None where nothing was solved."""
         return max((row.relative_gap for row in self.layers if row.relative_gap is not None), default=None)
+
+    @property
+    def much_left_dense(self) -> list[tuple[str, float]]:
+        """What of `left_dense` is a considerable part of the model."""
+        return [(what, share) for what, share in self.left_dense if share > MUCH]
 
     @property
     def fallbacks(self) -> int:
@@ -125,6 +134,7 @@ class PruneReport:
         masked, stored = self.mean_error("error_masked"), self.mean_error("error_stored")
         lines = [
             f"{len(self.layers)} layers pruned to {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)",
+            *(f"{share:.1%} of the model left dense: {what}" for what, share in self.much_left_dense),
             f"mean relative reconstruction error: {masked:.4g} with the mask alone, {stored:.4g} as stored",
         ]
         if self.largest_gap is not None:

@@ -33,5 +33,6 @@ def filled(settings: Mapping[str, Any]) -> dict[str, Any]:
     result = {name: _FAST[name] if name in off else value for name, value in preset.items() if settings.get(name, 0) is None}
     for name, of in OPTIONS_OF.items():
         own = preset.get(name, {}) if of in result and of not in off else {}
-        result[name] = {**own, **(settings[name] or {})}
+        given = settings[name]
+        result[name] = {**own, **(given or {})} if given is None or isinstance(given, Mapping) else given
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from qprecon import files
 from qprecon.llm.model.targets import ATTENTION, as_patterns
 from qprecon.llm.settings.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
 from qprecon.llm.settings.stages import of_other_tools, without_stage
@@ -45,8 +45,8 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no such recipe: {path}")
     try:
-        data = from_yaml(path.read_text(encoding="utf-8"))
-    except (YAMLError, UnicodeDecodeError) as error:
+        data = from_yaml(files.read_text(path, files.YAML))
+    except YAMLError as error:
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
         raise ValueError(f"{path} is not YAML: {problem or error}{f', line {mark.line + 1}' if mark else ''}") from error
     if not isinstance(data, dict):
@@ -62,11 +62,7 @@ def save_recipe(words: Mapping[str, Any], folder: str | Path) -> Path:
     settings = {key: value for key, value in words.items() if key in SETTINGS}
     run = {key: value for key, value in words.items() if key not in (*SETTINGS, *_OF_ONE_RUN)}
     complete = {key: value for key, value in Recipe(**settings).complete().items() if value not in (None, {})}
-    path = Path(folder) / RECIPE_NAME
-    partial = path.with_name(f".{RECIPE_NAME}.partial")
-    partial.write_text(to_yaml(run | complete), encoding="utf-8")
-    os.replace(partial, path)
-    return path
+    return files.write_text(Path(folder) / RECIPE_NAME, to_yaml(run | complete))
 
 
 def from_yaml(text: str) -> Any:

@@ -108,9 +108,12 @@ def loss_gradients(
             for index, then in zip(indices, [*indices[1:], before], strict=True):
                 modules.append(stack.enter_context(source.opened(index, dense=True, then=then)))
             stack.enter_context(found.observed(modules, [view for index in indices for view in layers[index]]))
+            finite = []
             for sample, hidden in enumerate(kept.pop(first)):
-                following[sample] = _backward(modules, indices, hidden, following[sample], inputs, sample)
-            if not bool(torch.stack([gradient.isfinite().all() for gradient in following]).all()):
+                gradient = _backward(modules, indices, hidden, following[sample], inputs, sample)
+                finite.append(gradient.isfinite().all())  # before it is on its way to the host
+                following[sample] = stored(gradient, inputs.store)
+            if not bool(torch.stack(finite).all()):
                 raise ValueError(f"{source.blocks[first].name}: the loss's gradient is not finite here; use token_weights=0")
             found.end_blocks({view.name: view for index in indices for view in layers[index]})
     return gradients
@@ -185,7 +188,7 @@ def _backward(
         for module, index in zip(modules, indices, strict=True):
             output = run_block(module, output, inputs.calls[index][sample])
         (result,) = torch.autograd.grad(output, leaf, gradient.to(inputs.device))
-    return stored(result, inputs.store)
+    return result
 
 
 def cost_counts(weights_NK: torch.Tensor, energy_N: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from qprecon.llm.model.dtypes import as_dtype
+from qprecon.llm.model.kinds import check_left_over
+from qprecon.llm.model.loading import load_config, loading
+from qprecon.llm.model.weight_files import WeightFiles, opened, read_headers, weight_files
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 class NotStreamable(Exception):
@@ -30,85 +29,93 @@ class Shards:
     file_of: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
-    identity: dict[str, str]  # file -> size and a hash of its header and of samples of its contents
+    headers: dict[str, str] = field(default_factory=dict)  # file -> a hash of its header
+    identity: dict[str, str] = field(default_factory=dict)  # file -> the same, and a hash of samples of its contents
     modified: dict[str, int] = field(default_factory=dict)  # file -> when it was last written, in ns
 
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Tensors in host memory, each in its stored dtype, as private copies."""
-        from safetensors import safe_open
+    def by_file(self) -> dict[str, dict[str, str]]:
+        """file -> name -> dtype."""
+        return {file: {name: self.dtypes[name] for name in self.file_of if self.file_of[name] == file} for file in self.identity}
 
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors in host memory, each in its stored dtype, as private copies. BadFileError for a file that cannot be read."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self.file_of[name], []).append(name)
         tensors: dict[str, torch.Tensor] = {}
         for file, own in by_file.items():
-            with safe_open(self.folder / file, framework="pt", device="cpu") as shard:
+            with opened(self.folder / file) as shard:
                 tensors |= {name: shard.get_tensor(name) for name in own}
         return tensors
 
 
-def open_shards(folder: Path) -> Shards:
-    """Read the headers of a folder's shards; NotStreamable without safetensors."""
-    if (folder / INDEX).is_file():
-        files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    elif (folder / SINGLE).is_file():
-        files = [SINGLE]
-    else:
+def open_shards(files: WeightFiles | Path) -> Shards:
+    """Read the headers of a folder's shards, each held against its file's size.
+
+    NotStreamable without safetensors; BadFileError, naming the file, for one that is not whole.
+    """
+    if isinstance(files, Path):
+        files = weight_files(files)
+    if not files.safetensors:
         raise NotStreamable("its weights are not stored as safetensors")
-    shards = Shards(folder, {}, {}, {}, {})
-    for file in files:
-        shards.modified[file] = (folder / file).stat().st_mtime_ns
-        size, digest, header = read_header(folder / file)
-        shards.identity[file] = f"{size} bytes, sampled {digest}"
-        for name, facts in header.items():
-            shards.file_of[name], shards.shapes[name] = file, tuple(facts["shape"])
-            shards.dtypes[name] = facts["dtype"]
+    shards = Shards(files.folder, {}, {}, {})
+    shards.modified.update({name: (files.folder / name).stat().st_mtime_ns for name in files.names})  # before they are read
+    for file, header in read_headers(files).items():
+        shards.headers[file] = f"header {header.identity}"
+        shards.identity[file] = f"header {header.identity}, sampled {header.sampled}"
+        for name, shape in header.shapes.items():
+            if name in shards.file_of:
+                raise NotStreamable(f"{shards.file_of[name]} and {file} both hold {name}")
+            shards.file_of[name], shards.shapes[name], shards.dtypes[name] = file, shape, header.dtypes[name]
     return shards
 
 
-def read_header(path: Path) -> tuple[int, str, dict[str, Any]]:
-    """Size, a hash, and the header of a safetensors file. The hash is of the header and of samples spread over the contents.
-
-    Other weights of the same shapes differ almost everywhere, and reading a large model whole would take minutes. What differs
-    elsewhere only is found by the time of the file, and by checksums of the blocks that were read (`DiskBlocks`).
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length)
-        digest = hashlib.sha256(text)
-        for part in range(_SAMPLES):
-            file.seek(8 + length + (size - 8 - length) * part // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    header = json.loads(text)
-    header.pop("__metadata__", None)
-    return size, digest.hexdigest()[:16], header
-
-
-def skeleton(folder: Path, shards: Shards, dtype: str | torch.dtype | None) -> nn.Module:
+def skeleton(folder: Path, shards: Shards | None, dtype: str | torch.dtype | None) -> nn.Module:
     """The model of a folder with its parameters on the meta device and its buffers computed, in evaluation mode.
 
-    `dtype` as for `load_causal_lm` on a CPU: "auto" as stored, None float32. Raises NotStreamable where the stored tensors are
-    not the model's own parameters one to one (transformers converts some checkpoints as it loads them).
+    `dtype` as for `load_causal_lm` on a CPU: "auto" as stored, None float32. Raises as `load_config` does.
     """
     import transformers
     from accelerate import init_empty_weights
 
-    config = transformers.AutoConfig.from_pretrained(str(folder))
-    if getattr(config, "quantization_config", None) is not None:
-        raise NotStreamable("it is quantised")
+    config = load_config(folder)
     if dtype is None:
         dtype = torch.float32
     elif dtype == "auto":
         dtype = config.dtype or _first_float(shards)
     config.dtype = dtype = as_dtype(dtype)
-    with init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # moving a parameter to the meta device has made another of it
+    with loading(f"the model in {folder}"):
+        with init_empty_weights(include_buffers=False):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()  # moving a parameter to the meta device has made another of it
+    return model.eval().requires_grad_(False)
+
+
+def check_streamable(model: nn.Module, shards: Shards) -> list[str]:
+    """NotStreamable where the stored tensors are not the parameters of this skeleton one to one (transformers converts some
+    checkpoints as it loads them). ValueError for stored tensors of another kind than the parameters'.
+
+    Returns the stored tensors that the model has no place for; they go into the output as they are.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise NotStreamable("it is quantised")
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         raise NotStreamable("some of its modules are kept in float32")
-    _check_names(model, shards)
-    return model.eval().requires_grad_(False)
+    found, own = stored_names(model, shards), model.state_dict()
+    missing = [name for name in own if name not in found]
+    if missing:
+        raise NotStreamable(f"its files do not hold {missing[0]} under that name, once")
+    for name, stored in found.items():
+        if tuple(own[name].shape) != shards.shapes[stored]:
+            raise NotStreamable(f"its files hold {stored} in another shape")
+        if own[name].is_floating_point() != (shards.dtypes[stored] in _FLOATS):
+            raise ValueError(
+                f"{shards.folder / shards.file_of[stored]} holds {stored} as {shards.dtypes[stored]}, where the model has "
+                f"{str(own[name].dtype).removeprefix('torch.')}"
+            )
+    left_over = sorted(set(shards.file_of) - set(found.values()))
+    check_left_over(shards.folder, left_over)
+    return left_over
 
 
 def stored_names(model: nn.Module, shards: Shards) -> dict[str, str]:
@@ -124,19 +131,5 @@ def stored_names(model: nn.Module, shards: Shards) -> dict[str, str]:
     return found
 
 
-def _check_names(model: nn.Module, shards: Shards) -> None:
-    found, own = stored_names(model, shards), model.state_dict()
-    missing = [name for name in own if name not in found]
-    if missing:
-        raise NotStreamable(f"its files do not hold {missing[0]} under that name, once")
-    unused = sorted(set(shards.file_of) - set(found.values()))
-    if unused:
-        raise NotStreamable(f"its files hold {unused[0]}, which is no parameter of the model")
-    for name, stored in found.items():
-        if tuple(own[name].shape) != shards.shapes[stored]:
-            raise NotStreamable(f"its files hold {stored} in another shape")
-
-
-def _first_float(shards: Shards) -> torch.dtype:
-    known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-    return next((known[dtype] for dtype in shards.dtypes.values() if dtype in known), torch.float32)
+def _first_float(shards: Shards | None) -> torch.dtype:
+    return next((_FLOATS[dtype] for dtype in (shards.dtypes if shards else {}).values() if dtype in _FLOATS), torch.float32)

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
+from qprecon.errors import BadFileError
+from qprecon.files import JSON, reading, writing
+
 PROGRESS = "qprecon_progress"
 STATE = "state"  # the entry of how far a recovery is
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
@@ -43,18 +46,21 @@ class Journal:
         """
         journal = Journal(folder)
         journal._claim()
-        if not resume or not journal._entries():
-            journal._clear()
-        known = journal.read(_FINGERPRINT)
-        if known is not None and (differing := _differences(known, fingerprint)):
-            journal.close()
-            raise ValueError(
-                f"an unfinished run in {folder} cannot be continued, it was started with other settings: {'; '.join(differing)}. "
-                "Repeat its settings, or start over with resume=False (--no-resume)"
-            )
-        journal.progress.mkdir(parents=True, exist_ok=True)
-        if known is None:
-            journal.write(_FINGERPRINT, dict(fingerprint))
+        try:
+            if not resume or not journal._entries():
+                journal._clear()
+            known = journal.read(_FINGERPRINT)
+            if known is not None and (differing := _differences(known, fingerprint)):
+                raise ValueError(
+                    f"an unfinished run in {folder} cannot be continued, it was started with other settings: "
+                    f"{'; '.join(differing)}. Repeat its settings, or start over with resume=False (--no-resume)"
+                )
+            journal.progress.mkdir(parents=True, exist_ok=True)
+            if known is None:
+                journal.write(_FINGERPRINT, dict(fingerprint))
+        except BaseException:
+            journal.leave()
+            raise
         return journal
 
     def _entries(self) -> list[Path]:
@@ -82,6 +88,13 @@ class Journal:
             self._lock.release()
             self._lock = None
 
+    def leave(self) -> None:
+        """Let other processes in. Where nothing is finished there is nothing to go on with, and the folder goes."""
+        nothing = not self._entries()
+        self.close()
+        if nothing:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def _clear(self) -> None:
         """Forget what an earlier run left; the lock stays."""
         for entry in (*self.progress.glob("*"), *self.folder.glob("*"), *self.folder.glob(".*")):
@@ -92,7 +105,10 @@ class Journal:
 
     def entry(self, key: str) -> dict[str, Any] | None:
         """What is known of a finished shard; None, and the entry is forgotten, where its file is not what was written."""
-        found = self.read(f"{key}.json")
+        try:
+            found = self.read(f"{key}.json")
+        except BadFileError:
+            found = {"file": f"{key}.json", "checksum": None}
         if found is not None and key not in self._sound:
             own = [(self.folder / found["file"], found["checksum"])]
             own += [(self._masks_of(key), found["masks"])] if found.get("masks") is not None else []
@@ -110,9 +126,9 @@ class Journal:
         """Write a shard, the packed masks of its layers if there are any, and then its entry."""
         from safetensors.torch import save_file
 
-        write_atomically(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        self.write_file(self.folder / file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         if masks:
-            write_atomically(self._masks_of(key), lambda path: save_file(masks, path))
+            self.write_file(self._masks_of(key), lambda path: save_file(masks, path))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         known = {"file": file, "names": list(tensors), "bytes": size, "checksum": checksum(self.folder / file)}
         known["masks"] = checksum(self._masks_of(key)) if masks else None
@@ -145,31 +161,43 @@ class Journal:
     def _masks_of(self, key: str) -> Path:
         return self.progress / f"{key}-masks.safetensors"
 
+    def write_file(self, path: Path, write: Callable[[Path], Any]) -> None:
+        """`write_atomically`; an error says what is kept, if anything is."""
+        try:
+            write_atomically(path, write)
+        except OSError as error:
+            if not self._entries():
+                raise
+            kept = f"What was finished before is kept in {self.folder}: make room and run the same again"
+            raise OSError(f"{error}. {kept}") from error
+
     def read(self, name: str) -> dict[str, Any] | None:
         """What `write` was given under this name; None where there is nothing."""
         path = self.progress / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        with reading(path, JSON, ValueError):
+            return json.loads(path.read_text(encoding="utf-8"))
 
     def write(self, name: str, data: Any) -> None:
         """Keep `data` with what is known of the run."""
         # JSON's Infinity and NaN are Python's own here: these files are read by nothing else.
-        write_atomically(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
+        self.write_file(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """`write(temporary path)`, then force it to the disk and give it its name. OSError, naming the folder, if the disk is full."""
+    """`write(temporary path)`, then force it to the disk and give it its name. OSError, naming the file, if the disk is full."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write(temporary)
-        temporary.chmod(0o666 & ~current_umask())  # safetensors makes its files private
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except Exception as error:  # safetensors raises its own class for a failed write
+        with writing(path, RuntimeError):
+            write(temporary)
+            temporary.chmod(0o666 & ~current_umask())  # safetensors makes its files private
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+    except Exception:
         temporary.unlink(missing_ok=True)
-        raise OSError(
-            f"cannot write {path} ({error}). What was finished before is kept in {path.parent}: make room and run the same again"
-        ) from error
+        raise
 
 
 def checksum(path: Path) -> int:

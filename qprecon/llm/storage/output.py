@@ -16,13 +16,17 @@ from typing import Any, Protocol
 
 import torch
 
+from qprecon.errors import BadFileError
+from qprecon.files import read_json, writing
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
+from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, current_umask, sync
 
 GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
+EXPLAINED = _ADDED | {REPORT_NAME, RECOVERY_NAME}
 # What a run may have written before reports listed their files.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _KNOWN = frozenset({
@@ -138,8 +142,8 @@ def _reports(out: Path) -> list[Path]:
 def _listed(report: Path) -> frozenset[str] | None:
     """The files that a report says were written with it; None where it says nothing."""
     try:
-        files = json.loads(report.read_text(encoding="utf-8")).get("files")
-    except (ValueError, AttributeError):  # a damaged report
+        files = read_json(report).get("files")
+    except BadFileError:
         return None
     return frozenset(map(str, files)) if isinstance(files, list) else None
 
@@ -153,10 +157,10 @@ class Report(Protocol):
 
 def save_model(
     model: Any, report: Report, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None,
-    *, name: str = REPORT_NAME, card: str | None = None,
+    companions: Companions | None = None, *, name: str = REPORT_NAME, card: str | None = None,
 ) -> Path:  # fmt: skip
-    """Write model, tokenizer, generation config, report, model card and, if given, masks to `out`; the folder appears complete or
-    not at all.
+    """Write model, tokenizer, generation config, what else goes with the model, report, model card and, if given, masks to `out`;
+    the folder appears complete or not at all.
 
     `name`: the report's; `card`: the text of the model card, by default that of a `PruneReport`. A folder that an earlier run
     wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
@@ -165,10 +169,11 @@ def save_model(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        model.save_pretrained(partial)
-        _explain(partial, report, tokenizer, masks, name, card)
-        partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
-        _put(partial, out)
+        with writing(out):
+            model.save_pretrained(partial)
+            _explain(partial, report, tokenizer, masks, companions, name, card)
+            partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
+            _put(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -183,7 +188,7 @@ def partial_folder(out: str | Path) -> Path:
 
 def complete_folder(
     partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, source: Path, report: PruneReport, out: str | Path,
-    tokenizer: Any = None, masks: Iterable[Packed] | None = None,
+    tokenizer: Any = None, masks: Iterable[Packed] | None = None, companions: Companions | None = None,
 ) -> Path:  # fmt: skip
     """Add to the written shards what makes a model of them, and give the folder its name.
 
@@ -192,26 +197,37 @@ def complete_folder(
     out = check_output(out)
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
         leftover.unlink()
-    weight_map = {name: shard["file"] for shard in shards for name in shard["names"]}
-    index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": weight_map}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    model.config.save_pretrained(partial)
-    _save_generation(model, partial, source)
-    _explain(partial, report, tokenizer, masks)
-    # Before the folder gets its name: a power cut must not leave a name without the content.
-    for path in (*partial.rglob("*"), partial):
-        sync(path)
-    _put(partial, out)
+    try:
+        with writing(out):
+            _index(partial, shards)
+            model.config.save_pretrained(partial)
+            _save_generation(model, partial, source)
+            _explain(partial, report, tokenizer, masks, companions)
+            # Before the folder gets its name: a power cut must not leave a name without the content.
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+            _put(partial, out)
+    except OSError as error:
+        raise OSError(f"{error}. The finished blocks are kept in {partial}: make room and run the same again") from error
     for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
         shutil.rmtree(leftover, ignore_errors=True)
     return out
 
 
+def _index(folder: Path, shards: Sequence[Mapping[str, Any]]) -> None:
+    weight_map = {name: shard["file"] for shard in shards for name in shard["names"]}
+    index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def _explain(
-    folder: Path, report: Any, tokenizer: Any, masks: Iterable[Packed] | None, name: str = REPORT_NAME, card: str | None = None
-) -> None:
+    folder: Path, report: Any, tokenizer: Any, masks: Iterable[Packed] | None, companions: Companions | None,
+    name: str = REPORT_NAME, card: str | None = None,
+) -> None:  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    if companions is not None:
+        companions.copy_to(folder)
     if masks is not None:
         write_masks(folder, masks)
     (folder / "README.md").write_text(card or model_card(report), encoding="utf-8")
@@ -246,11 +262,13 @@ def model_card(report: PruneReport) -> str:
     rule = {"owl": "by OWL", "loss": "by the loss's gradients"}.get(settings.get("allocation", ""))
     shared = f" on average, shared out between blocks {rule}" if rule else ""
     base = settings.get("model")
+    dense = "".join(f"{share:.1%} of the model left dense: {what}.\n" for what, share in report.much_left_dense)
     return (
         f"{card_front(base)}"
         f"# Pruned {base or 'model'}\n\n"
         f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
-        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n\n"
+        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"
+        f"{dense}\n"
         f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
         f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}"
         f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,7 +27,8 @@ class DiskBlocks:
     """The blocks of a folder: the next one is read and the last one written while one is pruned; no more are held.
 
     `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
-    blocks, shard b + 2 block b. What an earlier run finished is not written again.
+    blocks, shard b + 2 block b, and one behind them what the model has no place for. What an earlier run finished is not written
+    again.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class DiskBlocks:
         self.stored = stored_names(model, shards)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
+        self.left_over = sorted(set(shards.file_of) - set(self.stored.values()))  # the model has no place for them
         self.reader, self.writer = ThreadPoolExecutor(1, "qprecon-read"), ThreadPoolExecutor(1, "qprecon-write")
         # One stream a thread for good: the allocator keeps memory apart by stream.
         streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
@@ -57,17 +58,23 @@ class DiskBlocks:
             raise
         if journal.entry(_OUTSIDE) is None:
             self.behind.append(self.writer.submit(self._copy, None))
+        if self.left_over and journal.entry(_LEFT_OVER) is None:
+            self.behind.append(self.writer.submit(self._copy_left_over))
 
     def _check_files(self) -> None:
-        """Files with other times than those that finished blocks were read from must hold the same weights for them.
+        """Files that are others than those that finished blocks were read from must hold the same weights for these.
 
-        The sampled hash of the fingerprint cannot tell, and reading all finished blocks again is slow, so it is done only then.
-        ValueError, naming a tensor, where one differs.
+        A file is another if its time or the samples of its contents are. Reading all finished blocks again is slow, so it is done
+        only then. What nothing was read from may be others: a file that was cut short, and is whole now. ValueError, naming a
+        tensor, where one differs.
         """
-        if self.journal.read(_TIMES) == self.shards.modified:
+        known = self.journal.read(_TIMES) or {}
+        now = {file: [self.shards.modified[file], identity] for file, identity in self.shards.identity.items()}
+        others = {file for file in now if known.get(file) != now[file]}
+        if not others:
             return
         entries = self.entries()
-        changed = next((name for entry in entries if entry for name in self._changed(entry)), None)
+        changed = next((name for entry in entries if entry for name in self._changed(entry, others)), None)
         if changed is None and self.finished and entries[0] is None:  # damaged, and with it what was known
             changed = "what is outside the blocks"
         if changed is not None:
@@ -76,11 +83,13 @@ class DiskBlocks:
                 f"{changed} is not known to be what it was. Start over with resume=False (--no-resume)"
             )
         self.compared = any(entries)
-        self.journal.write(_TIMES, self.shards.modified)
+        self.journal.write(_TIMES, now)
 
-    def _changed(self, entry: dict) -> Iterator[str]:
+    def _changed(self, entry: dict, files: set[str]) -> Iterator[str]:
         known = entry.get("source", {})
-        return (name for name in entry["names"] if known.get(name) != tensor_checksum(self.shards.read([name])[name]))
+        for name in entry["names"]:
+            if self.shards.file_of.get(name) in files and known.get(name) != tensor_checksum(self.shards.read([name])[name]):
+                yield name
 
     def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None) -> BlockInputs:
         """As `MemoryBlocks.capture`; the embeddings and the first block of each class, which is probed, are on the device."""
@@ -184,13 +193,10 @@ class DiskBlocks:
                     self._copy(index)
 
     def stop(self) -> None:
-        """End the threads; blocks that are finished are still written. Where none is, there is nothing to go on with."""
+        """End the threads; blocks that are finished are still written."""
         self.reader.shutdown(cancel_futures=True)
         self.writer.shutdown()
-        nothing = not any(self.journal.read(f"{_key(index)}.json") for index in range(len(self.blocks)))
-        self.journal.close()
-        if nothing:
-            shutil.rmtree(self.journal.folder, ignore_errors=True)
+        self.journal.leave()
 
     def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
         """Zeros and number of all parameters, tied ones once."""
@@ -199,7 +205,8 @@ class DiskBlocks:
 
     def entries(self) -> list[dict]:
         """What the journal has of every shard, None where one is not finished."""
-        return [self.journal.entry(key) for key in (_OUTSIDE, *(_key(index) for index in range(len(self.blocks))))]
+        keys = [_OUTSIDE, *(_key(index) for index in range(len(self.blocks))), *([_LEFT_OVER] if self.left_over else [])]
+        return [self.journal.entry(key) for key in keys]
 
     def _names(self, index: int | None) -> list[str]:
         """Names in the model of a block's tensors; None: of those outside the blocks."""
@@ -207,6 +214,9 @@ class DiskBlocks:
             return [name for name in self.stored if name.startswith(self.blocks[index].name + ".")]
         prefixes = tuple(block.name + "." for block in self.blocks)
         return [name for name in self.stored if not name.startswith(prefixes)]
+
+    def _block_of(self, name: str) -> int | None:
+        return next((index for index, block in enumerate(self.blocks) if name.startswith(f"{block.name}.")), None)
 
     def _taken(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         pending = self.ahead.pop((index, dense), None)
@@ -220,11 +230,12 @@ class DiskBlocks:
     def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         # A block after one that is missing may have been written too; it is pruned again, from the model's own weights.
         entry = None if dense or index >= self.finished else self.journal.entry(_key(index))
-        shards = self.shards
-        if entry is not None:
-            shards = Shards(self.journal.folder, dict.fromkeys(entry["names"], entry["file"]), {}, {}, {})
+        written = dict.fromkeys(entry["names"], entry["file"]) if entry is not None else {}
+        names, pinned = self._names(index), self.device.type == "cuda"
+        done = [name for name in names if self.stored[name] in written]  # not what it shares with another block, which holds it
         with _own_stream(self.read_stream):
-            return self._read(shards, self._names(index), self.device, pinned=self.device.type == "cuda")
+            tensors = self._read(self.shards, [name for name in names if self.stored[name] not in written], self.device, pinned)
+            return tensors | self._read(Shards(self.journal.folder, written, {}, {}), done, self.device, pinned)
 
     def _read(
         self, shards: Shards, names: Iterable[str], device: torch.device, pinned: bool = False
@@ -249,26 +260,33 @@ class DiskBlocks:
         self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any,
         masks: dict[str, torch.Tensor],
     ) -> None:  # fmt: skip
-        """Under their stored names; a tied tensor once. Rows go with them, for a run that continues this one."""
-        own = {self.stored[name]: tensor for name, tensor in tensors.items()}
+        """Under their stored names; a tied tensor once, with its block. Rows go with them, for a run that continues this one."""
+        own = {self.stored[name]: tensor for name, tensor in tensors.items() if self._block_of(self.stored[name]) == index}
         with _own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
             own, masks = fetched(own), fetched(masks)
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
-        number, last = 1 if index is None else index + 2, len(self.blocks) + 1
         parameters = sum(tensor.numel() for tensor in counted)
         sums = {name: self.sums[name] for name in own}
         facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
         key = _OUTSIDE if index is None else _key(index)
-        self.journal.write_shard(key, f"model-{number:05d}-of-{last:05d}.safetensors", own, facts, masks)
+        self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts, masks)
+
+    def _copy_left_over(self) -> None:
+        tensors = self.shards.read(self.left_over)
+        facts = {"zeros": 0, "parameters": 0, "rows": [], "source": {name: tensor_checksum(own) for name, own in tensors.items()}}
+        self.journal.write_shard(_LEFT_OVER, self._file(len(self.blocks) + 2), tensors, facts, {})
+
+    def _file(self, number: int) -> str:
+        return f"model-{number:05d}-of-{len(self.blocks) + 1 + bool(self.left_over):05d}.safetensors"
 
     def _wait(self, most: int) -> None:
         while len(self.behind) > most:
             self.behind.pop(0).result()
 
 
-_OUTSIDE, _TIMES = "outside", "model_times.json"
+_OUTSIDE, _LEFT_OVER, _TIMES = "outside", "left-over", "model_times.json"
 
 
 def _key(index: int) -> str:

@@ -155,7 +155,7 @@ def test_windows_longer_than_the_models_positions_are_refused():
 def test_they_are_refused_before_the_weights_of_a_folder_are_read(tmp_path, monkeypatch):
     toy_llama(positions=32).save_pretrained(tmp_path)
     for module in (evaluation, assessment):
-        monkeypatch.setattr(module, "load_causal_lm", lambda *a, **k: pytest.fail("the weights were read"))
+        monkeypatch.setattr(module, "load_whole", lambda *a, **k: pytest.fail("the weights were read"))
     with pytest.raises(ValueError, match="33 tokens, but the model has 32 positions"):
         perplexity(tmp_path, TOKENS, seqlen=33)
     with pytest.raises(ValueError, match="33 tokens, but the model has 32 positions"):

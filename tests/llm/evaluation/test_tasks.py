@@ -196,7 +196,8 @@ def test_groups_of_the_hub_count_their_subjects():
         ("piqa_valid.jsonl", '{"goal": "a", "sol1": "b", "label": 0}', "line 1: the row lacks sol2"),
         ("piqa_valid.jsonl", "{}\n[", "line 1: the row lacks goal"),
         ("piqa_valid.jsonl", "no", "line 1: not JSON"),
-        ("piqa_valid.jsonl", "", "no items"),
+        ("piqa_valid.jsonl", "", "is empty"),
+            ("piqa_valid.jsonl", "\n", "no rows"),
         ("piqa_valid.jsonl", '{"goal": 1, "sol1": "b", "sol2": "c", "label": 0}', "line 1: goal should be text, got 1"),
         ("other.jsonl", "", "none of piqa_valid.jsonl.gz"),
     ],
@@ -238,13 +239,19 @@ def files_with(tmp_path, name, change):
         ("hellaswag", {"ctx_a": "w1"}, "the row lacks activity_label, ctx_b"),
         ("hellaswag", {"label": "2"}, "label is '2', none of the 2"),
         ("hellaswag", {"endings": ["w1"]}, "endings should be a list of texts"),
+        ("piqa", {"sol2": " "}, "sol2 is empty"),
+        ("arc_easy", {"choices": ["w1", "", "w2", "w3", "w4"]}, "choices is empty in place 2"),
+        ("winogrande", {"option1": ""}, "option1 is empty"),
+        ("winogrande", {"sentence": "w1 _ "}, "sentence should go on after its gap"),
+        ("hellaswag", {"endings": ["w1", ""]}, "endings is empty in place 2"),
+        ("hellaswag", {"endings": ["w1", "[step]"]}, "endings has one with nothing but"),
         ("lambada_openai", {"text": "w1"}, "text should be several words"),
         ("lambada_openai", {"text": "w1 w2\n"}, "text should be .*without white space behind it"),
         ("lambada_openai", {"text": ["w1"]}, "text should be text"),
     ],
 )
 def test_a_bad_row_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, name, change, culprit):
-    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(assessment, "load_whole", lambda *_, **__: pytest.fail("the model was loaded"))
     files_with(tmp_path, name, change)
     with pytest.raises(ValueError, match=rf"{LOCAL_TASKS[name].files[0]}\.jsonl, line 2: {culprit}"):
         evaluate("some/model", tasks=name, task_options={"data_dir": tmp_path, "limit": 1})
@@ -274,7 +281,7 @@ def test_an_unknown_task_of_the_hub_is_named_before_the_model_is_loaded(tmp_path
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: ai2_arc\n")
     manager = tasks_of_lm_eval(include_defaults=False, include_path=str(tmp_path))  # in place of its own thousands
     monkeypatch.setattr(tasks, "_task_manager", lambda hub: manager)
-    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(assessment, "load_whole", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=culprit):
         evaluate("some/model", tasks=f"piqa,{word}")
     assert cli.main(["eval", "some/model", "--tasks", word]) == 2 and "Traceback" not in capsys.readouterr().err
@@ -292,7 +299,7 @@ def test_an_unknown_task_of_the_hub_is_named_before_the_model_is_loaded(tmp_path
     ({"tasks": "piqa", "task_options": {"data_dir": "nowhere"}}, "nowhere"),
 ])  # fmt: skip
 def test_bad_arguments_are_found_before_the_model_is_loaded(monkeypatch, arguments, culprit):
-    monkeypatch.setattr(assessment, "load_causal_lm", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(assessment, "load_whole", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises((ValueError, FileNotFoundError), match=culprit):
         evaluate("some/model", **arguments)
 

@@ -9,9 +9,12 @@ from threading import Thread
 import huggingface_hub
 import pytest
 
+from qprecon.cli import main
+from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.model.hub import ask_hub, hub_answers, is_hub_name, offline_if_silent
 from qprecon.llm.model.loading import load_causal_lm, model_folder
+from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B", "allenai/c4", "some_one/v1.0-GGUF", "a.b"])
@@ -115,3 +118,51 @@ def test_a_folder_of_texts_is_no_name(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert load_texts(tmp_path) == ["words"] and asked == [str(tmp_path)]
+
+
+@pytest.fixture
+def cached(hub, tmp_path):
+    """A model whose files are all in the cache, as the hub's library leaves them."""
+    hub(9)
+    copy = tmp_path / "cache" / "models--someone--model"
+    snapshot = copy / "snapshots" / ("a" * 40)
+    toy_llama().save_pretrained(snapshot)
+    toy_tokenizer().save_pretrained(snapshot)
+    (snapshot / "LICENSE").write_text("of someone")
+    (copy / "refs").mkdir()
+    (copy / "refs" / "main").write_text("a" * 40)
+    return snapshot
+
+
+def test_a_model_that_is_all_here_needs_no_network(cached, tmp_path, monkeypatch):
+    """Every command, in seconds: nobody is asked a second time."""
+    (tmp_path / "text.txt").write_text(words(400))
+    monkeypatch.chdir(tmp_path)
+    started = time.monotonic()
+    assert model_folder("someone/model") == cached
+    model, tokenizer = load_causal_lm("someone/model")
+    assert tokenizer("w1")["input_ids"] and model.config._name_or_path == "someone/model"
+    options = ["--nsamples", "2", "--seqlen", "16", "--update", "none", "--quiet"]
+    assert main(["prune", "someone/model", "out", "--calib", "text.txt", *options]) == 0
+    assert main(["eval", "someone/model", "--text", "text.txt", "--seqlen", "16", "--quiet"]) == 0
+    assert time.monotonic() - started < 30
+    assert (tmp_path / "out" / "LICENSE").read_text() == "of someone"
+    report = PruneReport.load(tmp_path / "out")
+    assert report.settings["model"] == "someone/model" and report.settings["streamed"]
+    # in memory, what lies beside the weights is found by the model's name
+    prune_model(model, [tokenizer("w1 w2 w3", return_tensors="pt")["input_ids"]], out="memory", progress=False, update="none")
+    assert (tmp_path / "memory" / "LICENSE").is_file()
+
+
+def test_a_copy_that_is_not_complete_is_named(cached):
+    (cached / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"models--someone--model.*holds no weights"):
+        load_causal_lm("someone/model")
+
+
+def test_offline_on_purpose_a_copy_is_all_that_is_looked_at(cached, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("qprecon.llm.model.hub.hub_answers", lambda: pytest.fail("the hub was asked"))
+    assert load_causal_lm("someone/model")[1] is not None
+    with pytest.raises(OSError, match="HF_HUB_OFFLINE.*no complete copy"):
+        load_causal_lm("someone/other")

@@ -19,7 +19,7 @@ def test_weights_that_the_files_lack_are_named(tmp_path):
     stored = load_file(folder / "model.safetensors")
     del stored["model.layers.1.self_attn.q_proj.weight"]
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    for load in (load_causal_lm, lambda path: prune_model(path, words(400), out=tmp_path / "out", progress=False)):
+    for load in (load_causal_lm, lambda path: prune_model(path, torch.ones(2, 8, dtype=int), out=tmp_path / "out", progress=False)):
         with pytest.raises(ValueError, match="lacks 1 of its weights, first model.layers.1.self_attn.q_proj.weight"):
             load(folder)
 
@@ -55,5 +55,5 @@ def test_a_tokenizer_that_cannot_be_loaded_is_warned_of(tmp_path):
     toy_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path)("w1 w2")["input_ids"] == [5, 6]
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.warns(UserWarning, match="tokenizer in .* cannot be loaded, so there is none: "):
+    with pytest.warns(UserWarning, match="tokenizer in .* cannot be loaded: .*so there is none"):
         assert load_tokenizer(tmp_path) is None

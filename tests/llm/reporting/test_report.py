@@ -77,7 +77,7 @@ def test_what_is_wrong_is_named(tmp_path, path, value, culprits):
         assert culprit in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "culprit"), [(b"no", "not JSON"), (b"\xff", "not JSON"), (b"[1]", "holds a list")])
+@pytest.mark.parametrize(("text", "culprit"), [(b"no", "not JSON"), (b"\xff", "not UTF-8"), (b"[1]", "holds a list")])
 def test_what_is_no_report_is_named(tmp_path, text, culprit):
     (tmp_path / REPORT_NAME).write_bytes(text)
     with pytest.raises(ValueError, match=culprit) as error:

@@ -88,7 +88,7 @@ def test_what_is_asked_of_the_layers(recipe, asked, stated):
         (dict(update="optmal"), ("update", "'optmal'", "did you mean 'optimal'?")),
         (dict(update="adam"), ("update", "backend='adam'")),
         (dict(propagate="sparse"), ("propagate", "pruned, dense")),
-        (dict(allocation=None), ("allocation", "None")),
+        (dict(allocation="even"), ("allocation", "'even'")),
         (dict(mask=3), ("mask", "3")),
         (dict(dtype=3), ("dtype", "3")),
         (dict(sparsity=0.6, pattern="2:4"), ("0.6", "'2:4'")),

@@ -226,8 +226,9 @@ class Fixed:
     def weights_NK(self):
         return self.w_NK.float()
 
-    hessian, drift, held = (
+    hessian, drift, held, residual = (
         lambda self, view: self.matrices[0].float(), lambda self, view: self.matrices[1].float(), lambda self, view: self.rows,
+        lambda self, view: None,
     )  # fmt: skip
 
 
@@ -236,7 +237,7 @@ def test_what_is_asked_for_has_the_minimiser_of_the_target_and_differs_by_its_co
     x_TN, dense_TN, w_NK, s_T = problem()
     hessian_NN, drift_NN, rest_NN = reference.grams(x_TN, dense_TN, s_T)
     layer = Fixed(w_NK, hessian_NN, drift_NN)
-    (asked_NK,) = asked_weights([layer], layer, alpha, 0.01)
+    (asked_NK,) = asked_weights([layer], layer, alpha, 0.0, 0.01)
     mask_NK = torch.rand(12, 5, generator=torch.Generator().manual_seed(3)) < 0.5
     by_target = qprecon.solve(hessian_NN, w_NK, mask_NK, "cholesky", rhs=(hessian_NN + alpha * drift_NN) @ w_NK, damping=0.01)
     by_asked = qprecon.solve(hessian_NN, asked_NK.double(), mask_NK, "cholesky", damping=0.01)
@@ -270,7 +271,7 @@ def test_the_share_that_is_explained():
     assert explained_share([(x_TN[few], delta_TN[few])], w_NK, change_NK) > 0.9
     assert explained_share([(x_TN[14:], delta_TN[14:])], w_NK, change_NK) < 0.5
     layer = Fixed(w_NK, hessian_NN, drift_NN, [(x_TN[14:].float(), delta_TN[14:].float())])
-    (asked_NK,) = asked_weights([layer], layer, "auto", 0.01)
+    (asked_NK,) = asked_weights([layer], layer, "auto", 0.0, 0.01)
     assert torch.equal(asked_NK, w_NK.float()) or (asked_NK - w_NK).abs().max() < (change_NK).abs().max()
 
 

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qprecon.llm import prune_model
+from qprecon.llm.model import weight_files
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.pruning import blocks as pipeline
-from qprecon.llm.storage import checkpoint, journal, output, sources
-from qprecon.llm.storage.checkpoint import NotStreamable, open_shards, skeleton
+from qprecon.llm.storage import journal, output, sources
+from qprecon.llm.storage.checkpoint import NotStreamable, check_streamable, open_shards, skeleton
 from tests.llm.families import FAMILIES, build, tokens
 
 # From version 5 on transformers stores their experts under other names than it holds them.
@@ -114,7 +115,7 @@ def test_why_a_folder_cannot_be_streamed(tmp_path):
     stored["model.layers.0.renamed.weight"] = stored.pop("model.layers.0.mlp.up_proj.weight")
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(NotStreamable, match="up_proj.weight under that name"):
-        skeleton(folder, open_shards(folder), "auto")
+        check_streamable(skeleton(folder, open_shards(folder), "auto"), open_shards(folder))
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(NotStreamable, match="safetensors"):
         open_shards(tmp_path)
@@ -349,29 +350,29 @@ def test_other_weights_of_the_same_shapes_are_another_model(tmp_path, monkeypatc
     for parameter in model.parameters():
         parameter.data *= 1.5
     model.save_pretrained(folder)
-    with pytest.raises(ValueError, match="model files: model.safetensors was"):
+    with pytest.raises(ValueError, match="files were written anew, and model.embed_tokens.weight is not known to be what it was"):
         prune(folder, tmp_path / "out")
 
 
 def changed_between_samples(folder, name):
     """Change a tensor's bytes where the fingerprint's samples see nothing of it."""
     path = folder / "model.safetensors"
-    before, content = checkpoint.read_header(path), bytearray(path.read_bytes())
+    before, content = weight_files.read_header(path), bytearray(path.read_bytes())
     length = int.from_bytes(content[:8], "little")
-    start, end = before[2][name]["data_offsets"]
+    start, end = json.loads(content[8 : 8 + length])[name]["data_offsets"]
     body = len(content) - 8 - length
-    seen = [body * part // checkpoint._SAMPLES for part in range(checkpoint._SAMPLES)]
-    hidden = [i for i in range(start, end) if not any(at <= i < at + checkpoint._SAMPLE_BYTES for at in seen)]
+    seen = [body * part // weight_files._SAMPLES for part in range(weight_files._SAMPLES)]
+    hidden = [i for i in range(start, end) if not any(at <= i < at + weight_files._SAMPLE_BYTES for at in seen)]
     assert hidden
     for i in hidden:
         content[8 + length + i] ^= 1
     path.write_bytes(content)
-    assert checkpoint.read_header(path) == before
+    assert weight_files.read_header(path) == before
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"])
 def test_weights_that_no_sample_shows_to_be_others(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_SAMPLE_BYTES", 16)
+    monkeypatch.setattr(weight_files, "_SAMPLE_BYTES", 16)
     folder = saved(tmp_path / "dense")
     interrupted(folder, tmp_path / "out", monkeypatch)
     changed_between_samples(folder, name)
@@ -383,7 +384,7 @@ def test_weights_that_no_sample_shows_to_be_others(name, tmp_path, monkeypatch):
 
 def test_what_is_not_read_yet_may_be_others_and_counts_from_then_on(tmp_path, monkeypatch):
     """As if the whole run had seen the files that are there now; with the first ones it goes no further."""
-    monkeypatch.setattr(checkpoint, "_SAMPLE_BYTES", 16)
+    monkeypatch.setattr(weight_files, "_SAMPLE_BYTES", 16)
     folder, path, out = saved(tmp_path / "dense"), tmp_path / "dense" / "model.safetensors", tmp_path / "out"
     first, times = path.read_bytes(), path.stat()
     interrupted(folder, out, monkeypatch)
@@ -425,6 +426,82 @@ def test_a_copy_is_not_known_to_be_the_same_where_nothing_tells(tmp_path, monkey
     os.utime(folder / "model.safetensors", ns=(1, 1))
     with pytest.raises(ValueError, match="times of model files: model.safetensors was 0, is 1"):
         prune(folder, tmp_path / "out", allocation="owl")
+
+
+def files_of(folder):
+    """Weight file -> names in it."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
+
+
+def test_a_file_that_nothing_was_read_from_may_become_whole(tmp_path, monkeypatch):
+    """Cut short while the run went on, it stops the run, and named; put right, the run goes on."""
+    folder, out = saved(tmp_path / "dense", max_shard_size="40KB"), tmp_path / "out"
+    last = next(folder / file for file, names in files_of(folder).items() if any("layers.2." in name for name in names))
+    whole = last.read_bytes()
+    prune(folder, tmp_path / "expected")
+    finish = sources.DiskBlocks.finish
+
+    def finish_and_cut(source, index, *more):
+        finish(source, index, *more)
+        last.write_bytes(whole[: len(whole) // 2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources.DiskBlocks, "finish", finish_and_cut)
+        patch.setattr(sources.DiskBlocks, "_taken", lambda self, index, dense: self._load(index, dense))  # nothing is read ahead
+        with pytest.raises(ValueError, match=f"{last.name}"):
+            prune(folder, out)
+    for _ in range(2):  # still cut: said before anything is computed, and what is finished stays
+        with pytest.raises(ValueError, match=f"{last.name} is cut short"):
+            prune(folder, out)
+    last.write_bytes(whole)
+    report = prune(folder, out)
+    assert any("continued after" in note for note in report.warnings)
+    assert same(weights(out), weights(tmp_path / "expected"))
+
+
+def test_a_file_that_was_not_all_there_yet_is_read_when_it_is(tmp_path, monkeypatch):
+    """Of the right size from the start, as some downloads make it, and filled later."""
+    folder, out = saved(tmp_path / "dense", max_shard_size="8KB"), tmp_path / "out"
+    last = next(folder / file for file, names in files_of(folder).items() if all("layers.2." in name for name in names))
+    whole = last.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    prune(folder, tmp_path / "expected")
+    last.write_bytes(whole[:length] + bytes(len(whole) - length))
+    interrupted(folder, out, monkeypatch)
+    last.write_bytes(whole)
+    notes = " ".join(prune(folder, out).warnings)
+    assert "continued after 1 of 3 blocks" in notes
+    assert same(weights(out), weights(tmp_path / "expected"))
+
+
+def test_a_full_disk_before_anything_is_finished_speaks_of_nothing_kept(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "_sync", _no_room)
+        with pytest.raises(OSError, match="cannot write .*No space left") as full:
+            prune(folder, tmp_path / "out")
+    assert "What was finished" not in str(full.value) and not list(tmp_path.glob(".out*"))
+
+
+def test_a_full_disk_at_the_end_keeps_all_blocks(tmp_path, monkeypatch):
+    folder, out = saved(tmp_path / "dense"), tmp_path / "out"
+    prune(folder, tmp_path / "expected")
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "model_card", _no_room)
+        with pytest.raises(OSError, match=r"cannot write .*/out \(No space left on device\).*kept in .*\.out\.partial"):
+            prune(folder, out)
+        model, _ = load_causal_lm(folder, device="cpu", dtype="auto")
+        with pytest.raises(OSError, match=r"cannot write .*/memory \(No space left on device\)$"):
+            prune(model, tmp_path / "memory")
+    assert not out.exists() and not (tmp_path / "memory").exists()
+    report = prune(folder, out)
+    assert any("continued after 3 of 3 blocks" in note for note in report.warnings)
+    assert same(weights(out), weights(tmp_path / "expected"))
+
+
+def _no_room(*_):
+    raise OSError(28, "No space left on device")
 
 
 def test_windows_cut_elsewhere_are_other_calibration(tmp_path, monkeypatch):

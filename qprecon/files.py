@@ -1,0 +1,256 @@
+"""Files as they are found. Whatever reads one does so here, so that what is wrong with a file is one line with its name.
+
+`reading` is the boundary: inside it a library's own error becomes `BadFileError`, which says what the file is instead (a git-lfs
+pointer, an HTML page, cut short, …). `open_text`, `read_text`, `read_json` and `read_npz` are what most callers need.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import lzma
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+from qprecon import _sniff
+from qprecon.errors import BadFileError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a file should be, with its article, and what it then begins with (words of `_sniff`)."""
+
+    name: str
+    begins: tuple[str, ...] = ()
+
+
+TEXT, JSON, YAML, TABLE = Kind("UTF-8 text"), Kind("JSON"), Kind("YAML"), Kind("a table", ("a parquet file", "an arrow file"))
+NPZ = Kind("an .npz file", (_sniff.ZIP,))
+SAFETENSORS = Kind("a safetensors file", (_sniff.SAFETENSORS,))
+PICKLE = Kind("a file of torch.save", (_sniff.ZIP, _sniff.PICKLE))
+
+_COMPRESSED = {".gz": _sniff.GZIP, ".zst": _sniff.ZSTD, ".bz2": _sniff.BZIP2, ".xz": _sniff.XZ}
+_PACKED = tuple(_COMPRESSED.values())
+
+# What the readers of files raise, beside classes of their own packages.
+_FAULTS = (
+    EOFError, UnicodeError, json.JSONDecodeError, RecursionError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, struct.error,
+    pickle.UnpicklingError,
+)  # fmt: skip
+_PACKAGES = ("safetensors", "safetensors_rust", "yaml", "ruamel", "pyarrow", "pandas", "datasets")
+
+
+@contextmanager
+def reading(path: str | Path, kind: Kind, *also: type[Exception]) -> Iterator[None]:
+    """While open, an error of a reader of `path` is raised as one line that names the file and what it is.
+
+    `also`: further classes that stand for a bad file there, where the body is nothing but a library's call.
+
+    Raises:
+        BadFileError: the contents. FileNotFoundError, IsADirectoryError, PermissionError, OSError: the file itself.
+    """
+    try:
+        yield
+    except BadFileError:
+        raise
+    except OSError as error:
+        if error.filename is not None and not _same(error.filename, path):
+            raise
+        raise _failed(path, kind, error) from error
+    except Exception as error:
+        if not isinstance(error, (*_FAULTS, *also)) and type(error).__module__.split(".")[0] not in _PACKAGES:
+            raise
+        raise BadFileError(f"{path} {_fault(path, kind, error)}") from error
+
+
+@contextmanager
+def writing(path: str | Path, *also: type[Exception]) -> Iterator[None]:
+    """While open, an error of writing `path`, such as that of a full disk, is raised as OSError in one line that names it.
+
+    `also`: further classes that stand for a failed write there (torch.save raises RuntimeError).
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, *also)) and type(error).__module__.split(".")[0] not in _PACKAGES:
+            raise
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else one_line(error)
+        raise OSError(f"cannot write {path} ({reason})") from error
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a UTF-8 file, which is there complete or as it was before. OSError, naming it, where that cannot be done."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with writing(path):
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def check_file(path: str | Path, kind: Kind) -> None:
+    """Raises as `reading` does where there is no such file, or it begins like something else than `kind`."""
+    with reading(path, kind):
+        with open(path, "rb") as file:
+            found = _sniff.sniffed(file.read(_sniff.HEAD))
+    if found is not None and found not in kind.begins and not (kind in (TEXT, JSON, YAML) and found in _PACKED):
+        raise BadFileError(_instead(path, kind, found))
+
+
+@contextmanager
+def open_text(path: str | Path, newline: str | None = None, kind: Kind = TEXT) -> Iterator[TextIO]:
+    """The text of a UTF-8 file, decompressed where its content is gzip, bzip2, xz or zstd; a byte-order mark is left out.
+
+    Errors while it is read are as of `reading`. BadFileError too where a name ends in .gz and the content is none, and so on.
+    """
+    import io
+
+    with reading(path, kind):
+        with _unpacked(Path(path), kind) as raw:
+            yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline=newline)
+
+
+def read_text(path: str | Path, kind: Kind = TEXT) -> str:
+    """The whole text; as `open_text`."""
+    with open_text(path, kind=kind) as file:
+        return file.read()
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises as `open_text` does, and BadFileError where it is not JSON or holds no object."""
+    text = read_text(path, JSON)
+    with reading(path, JSON, ValueError):
+        data = json.loads(text)
+    if not isinstance(data, dict):
+        raise BadFileError(f"{path} should hold a JSON object, it holds {_json_kind(data)}")
+    return data
+
+
+def read_npz(path: str | Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file. Raises as `reading` does; arrays of Python objects, which are pickles, are refused."""
+    import numpy as np
+
+    check_file(path, NPZ)
+    with reading(path, NPZ, ValueError, KeyError, TypeError, SyntaxError, MemoryError):
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """What an error says, on one line and not endless; its class where it says nothing."""
+    words = " ".join(str(error).split())
+    return (words[: most - 1] + "…" if len(words) > most else words) or type(error).__name__
+
+
+@contextmanager
+def _unpacked(path: Path, kind: Kind) -> Iterator[IO[bytes]]:
+    with open(path, "rb") as file:
+        found = _sniff.sniffed(file.peek(_sniff.HEAD)[: _sniff.HEAD])
+        promised = _COMPRESSED.get(path.suffix.lower())
+        if found == _sniff.EMPTY:
+            raise BadFileError(f"{path} is empty")
+        if promised is not None and found != promised:
+            raise BadFileError(f"{path} is not {promised}, as its name says, but {found or 'something else, perhaps plain text'}")
+        if found == _sniff.HTML and path.suffix.lower() in (".html", ".htm", ".xhtml"):
+            found = None
+        if found is not None and found not in _PACKED:
+            raise BadFileError(_instead(path, kind, found))
+        with _decompressed(file, found) as raw:
+            yield raw
+
+
+def _decompressed(file: IO[bytes], found: str | None) -> Any:
+    import bz2
+    import gzip
+    import io
+
+    if found == _sniff.GZIP:
+        return gzip.open(file, "rb")
+    if found == _sniff.BZIP2:
+        return bz2.open(file, "rb")
+    if found == _sniff.XZ:
+        return lzma.open(file, "rb")
+    if found == _sniff.ZSTD:
+        return io.BufferedReader(_zstd(file))
+    return file
+
+
+def _zstd(file: IO[bytes]) -> Any:
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise ImportError("zstd files are read with pyarrow, which `datasets` brings: pip install 'qprecon[eval]'") from error
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd")
+
+
+def _failed(path: str | Path, kind: Kind, error: OSError) -> OSError | BadFileError:
+    """The system's own errors under their classes, with a name; gzip and pyarrow use OSError for bad contents too."""
+    if error.errno is None:
+        return BadFileError(f"{path} {_fault(path, kind, error)}")
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return FileNotFoundError(f"no such file: {path}")
+    if isinstance(error, IsADirectoryError):
+        return IsADirectoryError(f"{path} is a folder, where {kind.name} is wanted")
+    if isinstance(error, PermissionError):
+        # Windows says so of a folder too.
+        return IsADirectoryError(f"{path} is a folder") if os.path.isdir(path) else PermissionError(f"{path} may not be read")
+    reason = os.strerror(error.errno) if error.errno in errno.errorcode else one_line(error)
+    return OSError(f"{path} cannot be read: {reason}")
+
+
+def _fault(path: str | Path, kind: Kind, error: Exception) -> str:
+    """What is wrong with a file that a reader gave up on: what it is instead, or else how far that came."""
+    if os.path.isdir(path):
+        return f"is a folder, where {kind.name} is wanted"
+    found = _head(path)
+    if found in (_sniff.EMPTY, _sniff.ZEROS):
+        return f"is {found}"
+    if found is not None and found not in kind.begins and found not in _PACKED:
+        return f"is {found}, where {kind.name} is wanted"
+    if isinstance(error, EOFError) or "truncated" in str(error).lower():
+        return f"is cut short: {one_line(error)}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text: {error.reason}, byte {error.object[error.start]:#04x}"
+    if found in _PACKED:
+        return f"holds damaged {found}: {one_line(error)}"
+    if isinstance(error, RecursionError):
+        return f"is not {kind.name} that can be read: it is nested too deeply"
+    return f"is not {kind.name}, or is damaged: {one_line(error)}"
+
+
+def _instead(path: str | Path, kind: Kind, found: str) -> str:
+    empty = found in (_sniff.EMPTY, _sniff.ZEROS)
+    return f"{path} is {found}" + ("" if empty else f"; {kind.name} is wanted there")
+
+
+def _head(path: str | Path) -> str | None:
+    try:
+        if not os.path.isfile(path):  # a pipe can be read once only
+            return None
+        with open(path, "rb") as file:
+            return _sniff.sniffed(file.read(_sniff.HEAD))
+    except OSError:
+        return None
+
+
+def _same(name: Any, path: str | Path) -> bool:
+    return os.path.abspath(os.fspath(name)) == os.path.abspath(os.fspath(path)) if not isinstance(name, int) else True
+
+
+def _json_kind(data: Any) -> str:
+    return {list: "a list", str: "a text", type(None): "null", bool: "a truth value"}.get(type(data), "a number")

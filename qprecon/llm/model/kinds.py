@@ -1,0 +1,110 @@
+"""Whether a folder holds a model of the kind that is pruned here, told from its configuration and the dtypes of its weights.
+
+Some weights are codes of a few bits that their configuration does not speak of: transformers takes the codes for the weights
+themselves and leaves their scales aside, without an error. Such a folder is refused, like models of other kinds, before anything is
+loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qprecon.errors import BadFileError
+from qprecon.files import read_json
+
+_IN_MEMORY = "load it yourself and hand the model and its tokenizer, in memory, to prune_model(model, …, tokenizer=…)"
+_FLOATS = re.compile(r"(F8|F6|F4|float8|float6|float4)", re.IGNORECASE)
+_INTEGERS = re.compile(r"(I8|U8|I4|U4|u?int8|u?int4|qint|quint)", re.IGNORECASE)
+# The last component of names that quantisers give to what belongs to codes.
+_SCALES = re.compile(
+    r"(.*_)?(scales?(_inv|_2)?|zero_points?|qzeros|absmax|quant_map|SCB|weight_shape|g_idx|nested_absmax)"
+)
+_WAY_OUT = "Dequantise the model first, or add the quantization_config that the tool wrote which made it"
+
+
+def config_facts(folder: Path, model: str) -> dict[str, Any]:
+    """The object in a folder's config.json; `model`: how the folder is called in messages.
+
+    BadFileError: it is none. ValueError: a kind of model that this version of transformers does not know, whose own code would
+    have to be run.
+    """
+    import transformers
+
+    path = folder / "config.json"
+    facts = read_json(path)
+    if (generation := folder / "generation_config.json").is_file():
+        read_json(generation)  # transformers goes on without it where it is damaged
+    kind = facts.get("model_type")
+    known = transformers.CONFIG_MAPPING
+    if kind is not None and kind in known:
+        return facts
+    code = facts.get("auto_map")
+    if isinstance(code, dict) and code:
+        files = sorted({str(value).split("--")[-1].split(".")[0] + ".py" for value in code.values() if isinstance(value, str)})
+        raise ValueError(
+            f"{model} brings its own code ({', '.join(files)}), which is not run here. If you trust it, load it with "
+            f"AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True): {_IN_MEMORY}"
+        )
+    if kind is None:
+        raise BadFileError(f"{path} has no model_type, so it does not say what kind of model this is")
+    version = transformers.__version__
+    raise ValueError(f"{path}: model_type {kind!r} is unknown to transformers {version}; a newer version may know it")
+
+
+def check_causal(model: str, config: Any) -> None:
+    """ValueError for a model that is no causal language model, with what it is and what can be done."""
+    import transformers
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{model} is an encoder-decoder model ({config.model_type}); only decoders are pruned here")
+    if _known(transformers.AutoModelForCausalLM, config):
+        return
+    name = next(iter(getattr(config, "architectures", None) or []), config.model_type)
+    if _known(getattr(transformers, "AutoModelForImageTextToText", None), config):
+        raise ValueError(
+            f"{model} is a vision-language model ({name}), which AutoModelForCausalLM does not load. Its language part can be "
+            f"pruned: with AutoModelForImageTextToText {_IN_MEMORY}"
+        )
+    raise ValueError(f"{model} is no causal language model but {name} ({config.model_type})")
+
+
+def _known(auto: Any, config: Any) -> bool:
+    return auto is not None and type(config) in auto._model_mapping
+
+
+def check_kinds(folder: Path, stored: Mapping[str, Mapping[str, str]], config: Any) -> None:
+    """ValueError for weights of 8 bits or fewer where the configuration has no `quantization_config`.
+
+    stored: file -> name -> dtype, in the words of safetensors or torch.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    scales = [name for names in stored.values() for name in names if is_scale(name)]
+    for file, names in stored.items():
+        for name, dtype in names.items():
+            last = name.rpartition(".")[2]
+            integers = _INTEGERS.match(dtype) and ("weight" in last or any(scale.startswith(name) for scale in scales))
+            if _FLOATS.match(dtype) or integers:
+                beside = f", and {scales[0]}" if scales else ""
+                raise ValueError(
+                    f"{folder / file} holds {name} as {dtype}{beside}, but config.json has no quantization_config: the codes would "
+                    f"be taken for weights. {_WAY_OUT}"
+                )
+
+
+def check_left_over(folder: Path, names: Iterable[str]) -> None:
+    """ValueError for a stored tensor that the model has no place for and that looks like a scale or a zero point."""
+    for name in names:
+        if is_scale(name):
+            raise ValueError(
+                f"{folder} holds {name}, which looks like the scale of quantised weights and has no place in the model, and "
+                f"config.json has no quantization_config. {_WAY_OUT}"
+            )
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor is so named as quantisers name scales, zero points and what goes with them."""
+    return _SCALES.fullmatch(name.rpartition(".")[2]) is not None or ".quant_state." in name

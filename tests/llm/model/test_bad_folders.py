@@ -1,0 +1,169 @@
+"""Every file of a model, a text, a mask and a task × every fault, by command: one line that names the file, exit code 2."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qprecon.cli import main
+from qprecon.llm.model.weight_files import read_header
+from tests.bad_files import FAULTS, Evil
+from tests.llm.toy_text import toy_llama, toy_tokenizer, words
+
+PRUNE = ("--nsamples", "2", "--seqlen", "16", "--backend", "cholesky", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A model in one file, one in shards, one of pickles, and texts; each command runs on them."""
+    folder = tmp_path_factory.mktemp("good")
+    model = toy_llama()
+    for name, size in (("one", "1GB"), ("shards", "20KB")):
+        model.save_pretrained(folder / name, max_shard_size=size)
+        toy_tokenizer().save_pretrained(folder / name)
+    shutil.copytree(folder / "one", folder / "pickled")
+    torch.save(load_file(folder / "one" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
+    (folder / "pickled" / "model.safetensors").unlink()
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": words(40, start=i)}) for i in range(20)))
+    (folder / "tasks").mkdir()
+    rows = [{"goal": words(3), "sol1": "w1", "sol2": "w2", "label": 0}] * 3
+    (folder / "tasks" / "piqa_valid.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    save_file({f"{name}.weight": torch.ones_like(own) for name, own in _linears(model)}, folder / "masks.safetensors")
+    return folder
+
+
+def _linears(model):
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return [(name, module.weight) for name, module in linears.items() if name != "lm_head"]
+
+
+def commands(folder, model):
+    yield ["prune", str(folder / model), str(folder / "out"), "--calib", str(folder / "text.jsonl"), *PRUNE]
+    yield ["eval", str(folder / model), "--text", str(folder / "text.jsonl"), "--seqlen", "16", "--quiet"]
+
+
+def refused(capsys, command, *said):
+    """It ended with one line on stderr in which all that is there, and left nothing."""
+    capsys.readouterr()
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if line.startswith("qprecon")]
+    assert len(lines) == 1 and "Traceback" not in err and len(lines[0]) < 1000, err
+    for word in said:
+        assert word in lines[0], lines[0]
+    return lines[0]
+
+
+MODEL_FILES = [
+    ("one", "config.json"), ("one", "model.safetensors"), ("one", "tokenizer.json"), ("one", "tokenizer_config.json"),
+    ("one", "generation_config.json"), ("shards", "model.safetensors.index.json"), ("shards", "LAST"),
+    ("pickled", "pytorch_model.bin"),
+]  # fmt: skip
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("model", "file"), MODEL_FILES, ids=lambda value: value)
+def test_a_bad_file_of_a_model(good, model, file, fault, tmp_path, capsys):
+    shutil.copytree(good, tmp_path / "x")
+    folder = tmp_path / "x"
+    if file == "LAST":
+        file = max(path.name for path in (folder / model).glob("model-*.safetensors"))
+    path = folder / model / file
+    spoil, said = FAULTS[fault]
+    path.write_bytes(spoil(path.read_bytes()))
+    if path.suffix == ".safetensors" and fault == "flipped":
+        return  # tests/llm/storage and benchmarks/faults.py look into that
+    for command in commands(folder, model):
+        refused(capsys, command, file, said)
+    assert not (folder / "out").exists() and not list(folder.glob(".out*"))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("file", ["text.jsonl", "masks.safetensors", "tasks/piqa_valid.jsonl"])
+def test_a_bad_file_beside_a_model(good, file, fault, tmp_path, capsys):
+    shutil.copytree(good, tmp_path / "x")
+    folder = tmp_path / "x"
+    spoil, said = FAULTS[fault]
+    (folder / file).write_bytes(spoil((folder / file).read_bytes()))
+    if file == "masks.safetensors" and fault == "flipped":
+        return
+    prune, evaluate = commands(folder, "one")
+    if file == "text.jsonl":
+        refused(capsys, evaluate, "text.jsonl", said)
+    elif file == "masks.safetensors":
+        prune += ["--mask-file", str(folder / file)]
+    else:
+        prune = ["eval", str(folder / "one"), "--tasks", "piqa", "--data-dir", str(folder / "tasks")]
+    refused(capsys, prune, file.rpartition("/")[2], said)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_a_folder_or_nothing_where_a_file_is_wanted(good, file, tmp_path, capsys):
+    model = "pickled" if file.endswith("bin") else "one"
+    shutil.copytree(good, tmp_path / "x")
+    (tmp_path / "x" / model / file).unlink()
+    for command in commands(tmp_path / "x", model):
+        refused(capsys, command, file)
+    (tmp_path / "x" / model / file).mkdir()
+    for command in commands(tmp_path / "x", model):
+        refused(capsys, command, file)
+
+
+def test_a_malicious_pickle_is_not_run_and_named_with_what_it_asks_for(good, tmp_path, capsys):
+    shutil.copytree(good, tmp_path / "x")
+    for content in (lambda path: torch.save({"a": Evil()}, path), lambda path: path.write_bytes(FAULTS["pickle"][0](b""))):
+        content(tmp_path / "x" / "pickled" / "pytorch_model.bin")
+        for command in commands(tmp_path / "x", "pickled"):
+            line = refused(capsys, command, "pytorch_model.bin", "system")
+            assert "weights_only" not in line  # torch's advice is to run it
+    assert not os.path.exists("/tmp/qprecon_was_here")
+
+
+def test_a_shard_cut_short_is_found_before_anything_starts(good, tmp_path, capsys):
+    """By any number of bytes, in the header too."""
+    shutil.copytree(good, tmp_path / "x")
+    path = max((tmp_path / "x" / "shards").glob("model-*.safetensors"))
+    content = path.read_bytes()
+    for length in (1, 7, 8, 20, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        for command in commands(tmp_path / "x", "shards"):
+            refused(capsys, command, path.name)
+    path.write_bytes(content + b"\0")
+    for command in commands(tmp_path / "x", "shards"):
+        refused(capsys, command, path.name, f"{len(content) + 1:,} bytes")
+    path.unlink()
+    for command in commands(tmp_path / "x", "shards"):
+        refused(capsys, command, "model.safetensors.index.json", path.name)
+
+
+@pytest.mark.parametrize("change", [
+    {"shape": [3, 3]}, {"shape": [-1, 4]}, {"shape": "many"}, {"dtype": 5}, {"data_offsets": [0]}, {"data_offsets": [8, 4]},
+    {"data_offsets": [0, 10**30]}, {"dtype": None}, 7,
+])  # fmt: skip
+def test_a_header_that_contradicts_itself(good, change, tmp_path, capsys):
+    shutil.copytree(good / "one", tmp_path / "one")
+    path = tmp_path / "one" / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = "model.layers.0.mlp.up_proj.weight"
+    header[name] = {**header[name], **change} if isinstance(change, dict) else change
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        read_header(path)
+    shutil.copy(good / "text.jsonl", tmp_path)
+    for command in commands(tmp_path, "one"):
+        refused(capsys, command, "model.safetensors")
+
+
+def test_an_index_that_leaves_the_folder(good, tmp_path, capsys):
+    shutil.copytree(good, tmp_path / "x")
+    path = tmp_path / "x" / "shards" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    for name in ("../one/model.safetensors", "/etc/passwd", 5):
+        index["weight_map"][next(iter(index["weight_map"]))] = name
+        path.write_text(json.dumps(index))
+        for command in commands(tmp_path / "x", "shards"):
+            refused(capsys, command, path.name)

@@ -1,0 +1,174 @@
+"""The boundary through which files are read: every format × every fault is one line that names the file."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+
+import numpy as np
+import pytest
+
+from qprecon.errors import BadFileError
+from qprecon.files import JSON, TEXT, check_file, open_text, read_json, read_npz, read_text, reading
+from tests.bad_files import FAULTS, HTML, Evil
+
+
+def npz(**arrays):
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def zstd(content):
+    pyarrow = pytest.importorskip("pyarrow", reason="zstd is read with pyarrow (pip install 'qprecon[eval]')")
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+TEXTS = ("some words, more words\n" * 40).encode()
+DATA = json.dumps({"key": ["value"] * 40}).encode()
+# format -> (name, a function that makes the good content, its reader)
+FORMATS = {
+    "text": ("a.txt", lambda: TEXTS, read_text),
+    "text.gz": ("a.txt.gz", lambda: gzip.compress(TEXTS), read_text),
+    "text.bz2": ("a.txt.bz2", lambda: bz2.compress(TEXTS), read_text),
+    "text.xz": ("a.txt.xz", lambda: lzma.compress(TEXTS), read_text),
+    "text.zst": ("a.txt.zst", lambda: zstd(TEXTS), read_text),
+    "json": ("a.json", lambda: DATA, read_json),
+    "json.gz": ("a.json.gz", lambda: gzip.compress(DATA), read_json),
+    "npz": ("a.npz", lambda: npz(H=np.eye(40), W=np.ones((40, 3))), read_npz),
+}
+HARMLESS = {("text", "truncated")}  # still text
+
+
+def one_line(error, path):
+    text = str(error.value)
+    assert str(path) in text and "\n" not in text and len(text) < 500 + len(str(path)), text
+    return text
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_bad_file_is_named_with_what_it_is(kind, fault, tmp_path):
+    name, make, read = FORMATS[kind]
+    path = tmp_path / name
+    good = make()
+    path.write_bytes(good)
+    read(path)
+    spoil, said = FAULTS[fault]
+    path.write_bytes(spoil(good))
+    if (kind, fault) in HARMLESS:
+        read(path)
+        return
+    with pytest.raises(BadFileError) as caught:
+        read(path)
+    assert said in one_line(caught, path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if "." in kind and kind != "npz"])
+def test_a_compressed_file_that_was_cut_short_says_so(kind, tmp_path):
+    name, make, read = FORMATS[kind]
+    path = tmp_path / name
+    content = make()
+    path.write_bytes(content[: 3 * len(content) // 4])
+    with pytest.raises(BadFileError, match="cut short"):
+        read(path)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_no_file_is_named(kind, tmp_path, monkeypatch):
+    name, make, read = FORMATS[kind]
+    path = tmp_path / name
+    with pytest.raises(FileNotFoundError) as caught:
+        read(path)
+    one_line(caught, path)
+    path.mkdir()
+    with pytest.raises(IsADirectoryError, match="is a folder") as caught:
+        read(path)
+    one_line(caught, path)
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "nowhere" / name)
+
+
+def test_a_file_that_may_not_be_read(tmp_path):
+    path = tmp_path / "a.txt"
+    with pytest.raises(PermissionError, match="may not be read"):
+        with reading(path, TEXT):
+            raise PermissionError(13, "Permission denied", str(path))
+    with pytest.raises(OSError, match="cannot be read: Input/output error"):
+        with reading(path, TEXT):
+            raise OSError(5, "Input/output error", str(path))
+
+
+@pytest.mark.parametrize("wrap", [gzip.compress, bz2.compress, lzma.compress, zstd, bytes], ids=lambda wrap: wrap.__module__)
+@pytest.mark.parametrize("name", ["a.txt", "a"])
+def test_compression_is_told_by_content(name, wrap, tmp_path):
+    (tmp_path / name).write_bytes(wrap(TEXTS))
+    assert read_text(tmp_path / name) == TEXTS.decode()
+
+
+def test_a_name_that_promises_compression_is_held_to_it(tmp_path):
+    for content, said in ((TEXTS, "plain text"), (HTML, "HTML"), (bz2.compress(TEXTS), "bzip2")):
+        (tmp_path / "a.txt.gz").write_bytes(content)
+        with pytest.raises(BadFileError, match=f"is not gzip data, as its name says, but .*{said}"):
+            read_text(tmp_path / "a.txt.gz")
+
+
+@pytest.mark.parametrize("wrap", [bytes, gzip.compress])
+def test_a_byte_order_mark_is_left_out(wrap, tmp_path):
+    (tmp_path / "a.json").write_bytes(wrap(b"\xef\xbb\xbf" + DATA))
+    assert read_json(tmp_path / "a.json")["key"][0] == "value"
+    assert read_text(tmp_path / "a.json").startswith("{")
+
+
+def test_text_in_another_encoding_names_the_byte(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Gr\u00fc\u00dfe".encode("latin-1"))
+    with pytest.raises(BadFileError, match="not UTF-8 text: .* 0xfc"):
+        read_text(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '"a"', "null", "3", "{", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_what_is_no_json_object(content, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(BadFileError, match=r"a\.json"):
+        read_json(tmp_path / "a.json")
+
+
+def test_an_html_page_is_text_only_where_its_name_says_so(tmp_path):
+    (tmp_path / "page.html").write_bytes(HTML)
+    assert read_text(tmp_path / "page.html") == HTML.decode()
+
+
+def test_arrays_of_objects_are_not_unpickled(tmp_path):
+    np.savez(tmp_path / "a.npz", H=np.array([Evil()], dtype=object))
+    with pytest.raises(BadFileError, match=r"a\.npz.*pickle"):
+        read_npz(tmp_path / "a.npz")
+    assert not os.path.exists("/tmp/qprecon_was_here")
+
+
+def test_errors_of_what_is_done_with_a_file_are_left_alone(tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXTS)
+    with pytest.raises(ValueError, match="row 3") as caught:
+        with open_text(tmp_path / "a.txt"):
+            raise ValueError("row 3 has no text")
+    assert type(caught.value) is ValueError
+    with pytest.raises(FileNotFoundError, match="another"):
+        with open_text(tmp_path / "a.txt"):
+            open(tmp_path / "another")
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    import threading
+
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_bytes(gzip.compress(TEXTS)))
+    writer.start()
+    assert read_text(tmp_path / "pipe") == TEXTS.decode()
+    writer.join()
+
+
+def test_a_kind_that_begins_otherwise_is_told_before_it_is_read(tmp_path):
+    (tmp_path / "a.json").write_bytes(npz(a=np.ones(3)))
+    with pytest.raises(BadFileError, match="zip archive; JSON is wanted"):
+        check_file(tmp_path / "a.json", JSON)
