@@ -1,6 +1,11 @@
+import os
 import sys
 
 import pytest
+
+# Before numpy and torch are imported: the tests are many and small, and threads that wait for one another cost many times as much.
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
 
 
 @pytest.fixture

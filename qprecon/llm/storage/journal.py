@@ -192,9 +192,9 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         with writing(path, RuntimeError):
             write(temporary)
             temporary.chmod(0o666 & ~current_umask())  # safetensors makes its files private
-            _sync(temporary)
+            sync(temporary)
             os.replace(temporary, path)
-            _sync(path.parent)
+            sync(path.parent)
     except Exception:
         temporary.unlink(missing_ok=True)
         raise
@@ -222,7 +222,8 @@ def current_umask() -> int:
     return mask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
     if os.name == "nt" and path.is_dir():  # there a folder cannot be opened
         return
     handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)

@@ -21,7 +21,7 @@ from qprecon.files import read_json, writing
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.companions import Companions
-from qprecon.llm.storage.journal import PROGRESS, current_umask
+from qprecon.llm.storage.journal import PROGRESS, current_umask, sync
 
 GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page.
@@ -203,8 +203,9 @@ def complete_folder(
             model.config.save_pretrained(partial)
             _save_generation(model, partial, source)
             _explain(partial, report, tokenizer, masks, companions)
-            if hasattr(os, "sync"):  # before the folder gets its name: a power cut must not leave a name without the content
-                os.sync()
+            # Before the folder gets its name: a power cut must not leave a name without the content.
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
             _put(partial, out)
     except OSError as error:
         raise OSError(f"{error}. The finished blocks are kept in {partial}: make room and run the same again") from error

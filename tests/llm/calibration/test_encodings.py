@@ -7,7 +7,6 @@ import torch
 from qprecon.llm import perplexity, prune_model
 from qprecon.llm.calibration.encodings import encoded_rows, is_encoded
 from qprecon.llm.calibration.windows import cut_windows
-from qprecon.llm.pruning import loop
 from tests.llm.families import build, tokens
 from tests.llm.toy_text import toy_tokenizer, words
 
@@ -74,30 +73,27 @@ def test_what_is_something_else_is_left_to_others(source):
     assert not is_encoded(source) and encoded_rows(source) is None
 
 
-def grams_of(monkeypatch, calibration, **arguments):
-    """The Gram matrices of a run, layer -> (H, tokens), and its report."""
-    found, collect = {}, loop.collect_grams
+def pruned(calibration):
+    """The weights that a run leaves, which H alone decides, and its report."""
+    model = build("llama")
+    report = prune_model(model, calibration, progress=False, backend="cholesky")
+    return model.state_dict(), report
 
-    def kept(*given, **more):
-        grams = collect(*given, **more)
-        found.update({name: (gram.hessian_NN.clone(), gram.tokens) for name, gram in grams.by_name.items()})
-        return grams
 
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "collect_grams", kept)
-        report = prune_model(build("llama"), calibration, progress=False, update="none", **arguments)
-    return found, report
+@pytest.fixture(scope="module")
+def alone():
+    """What comes of the texts without any padding."""
+    return pruned(TEXTS)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("form", ["pair", "mapping", "batches"])
-def test_padding_is_not_in_the_gram_matrices(monkeypatch, form, side):
-    expected, _ = grams_of(monkeypatch, TEXTS)
-    found, report = grams_of(monkeypatch, forms(*padded(side))[form])
+def test_padding_changes_nothing(alone, form, side):
+    weights, report = pruned(forms(*padded(side))[form])
     assert report.settings["nsamples"] == 4 and report.settings["seqlen"] == 32
     assert report.settings["calibration"] == "text that a tokenizer had encoded"
-    for name, (hessian_NN, count) in expected.items():
-        assert found[name][1] == count == sum(LENGTHS) and torch.equal(found[name][0], hessian_NN)
+    assert {row.tokens for row in report.layers} == {row.tokens for row in alone[1].layers} == {sum(LENGTHS)}
+    assert all(torch.equal(weights[name], weight) for name, weight in alone[0].items())
 
 
 def test_the_models_own_activations_of_the_text_are_those_without_padding():

@@ -9,7 +9,7 @@ from qprecon.llm import perplexity, prune_model
 from qprecon.llm.evaluation import perplexities
 from qprecon.llm.model import devices
 from qprecon.llm.model.loading import choose_device
-from qprecon.llm.pruning import checks, loop, origin
+from qprecon.llm.pruning import checks, loop
 from qprecon.llm.pruning.method import Method
 from tests.llm.families import build, tokens
 
@@ -68,13 +68,13 @@ def test_all_of_a_run_is_within(monkeypatch):
 
     monkeypatch.setattr(devices, "computing_on", computing_on)
     monkeypatch.setattr(perplexities, "computing_on", computing_on)
-    parts = [(loop, "check_choices"), (loop, "open_source"), (loop, "prune_group"), (loop, "collect_grams")]
-    for module, name in [*parts, (origin, "MemoryBlocks"), (perplexities, "_total_nll")]:
+    parts = [(loop, "check_choices"), (loop, "open_source"), (loop, "prune_blocks"), (perplexities, "_total_nll")]
+    for module, name in parts:
         watched(module, name)
     model = build("llama")
     prune_model(model, tokens(2), device="cpu", progress=False, update="none")
     perplexity(model, tokens(2), seqlen=32)
-    assert {name for _, name in parts} | {"MemoryBlocks", "_total_nll"} == set(seen) and current == []
+    assert {name for _, name in parts} == set(seen) and current == []
 
 
 def test_the_trial_on_a_gpu_reaches_what_large_layers_will():

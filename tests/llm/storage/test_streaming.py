@@ -307,6 +307,25 @@ def test_killed_at_twenty_random_moments(tmp_path):
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files are told by /proc")
+def test_all_of_it_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    folder, out, synced = saved(tmp_path / "dense"), tmp_path / "out", set()
+    fsync, put = os.fsync, output._put
+
+    def noted(handle):
+        synced.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def checked(partial, target):
+        assert {str(path) for path in (*partial.iterdir(), partial)} <= synced
+        put(partial, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(output, "_put", checked)
+    prune(folder, out, save_masks=True)
+    assert {"config.json", "masks.npz", "qprecon_report.json", "README.md"} < {path.name for path in out.iterdir()}
+
+
 def test_killed_before_tidying_up(tmp_path):
     """The folder has its name, and what the run knew of itself is still in it."""
     folder, out = saved(tmp_path / "dense"), tmp_path / "out"
