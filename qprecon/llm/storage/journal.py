@@ -139,7 +139,7 @@ class Journal:
         """Keep tensors in the host's memory with what is known of the run."""
         from safetensors.torch import save_file
 
-        write_atomically(self.progress / f"{name}.safetensors", lambda path: save_file(dict(tensors), path))
+        self.write_file(self.progress / f"{name}.safetensors", lambda path: save_file(dict(tensors), path))
 
     def read_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
         """What `write_tensors` was given under this name; None where there is nothing, or no more the whole of it."""
