@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -167,3 +168,34 @@ def test_an_index_that_leaves_the_folder(good, tmp_path, capsys):
         path.write_text(json.dumps(index))
         for command in commands(tmp_path / "x", "shards"):
             refused(capsys, command, path.name)
+
+
+def _of_runs(folder):
+    """Files that runs write and read again, and the commands that read them."""
+    model, text = str(folder / "one"), str(folder / "text.jsonl")
+    (folder / "recipe.yaml").write_text(f"model: {model}\nout: {folder / 'out'}\ncalibration: {text}\nnsamples: 2\nseqlen: 16\n")
+    assert main(["prune", "--recipe", str(folder / "recipe.yaml"), "--update", "none", "--quiet"]) == 0
+    assert main(["eval", str(folder / "out"), "--text", text, "--seqlen", "16", "--save", "--quiet"]) == 0
+    assert main(["prune", model, str(folder / "other"), "--calib", text, *PRUNE, "--save-masks"]) == 0
+    np.savez(folder / "problem.npz", H=np.eye(4), W=np.ones((4, 2)), mask=np.ones((4, 2)))
+    return {
+        folder / "recipe.yaml": ["prune", "--recipe", str(folder / "recipe.yaml")],
+        folder / "out" / "qprecon_report.json": ["report", str(folder / "out")],
+        folder / "out" / "qprecon_eval.json": ["eval", str(folder / "out"), "--text", text, "--seqlen", "16", "--save"],
+        folder / "out" / "recipe.yaml": ["report", str(folder / "out")],
+        folder / "other" / "masks.npz": ["prune", model, str(folder / "new"), "--calib", text, *PRUNE, "--mask-file",
+                                         str(folder / "other" / "masks.npz")],
+        folder / "problem.npz": ["solve", str(folder / "problem.npz"), "-o", str(folder / "solved.npz")],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_file_of_a_run(good, fault, tmp_path, capsys):
+    shutil.copytree(good, tmp_path / "x")
+    spoil, said = FAULTS[fault]
+    for path, command in _of_runs(tmp_path / "x").items():
+        content = path.read_bytes()
+        path.write_bytes(spoil(content))
+        if (path.suffix, fault) != (".yaml", "truncated"):  # half a recipe is a recipe
+            refused(capsys, command, path.name, said)
+        path.write_bytes(content)
