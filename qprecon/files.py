@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from qprecon import _sniff
+from qprecon import sniff
 from qprecon.errors import BadFileError
 
 if TYPE_CHECKING:
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a file should be, with its article, and what it then begins with (words of `_sniff`)."""
+    """What a file should be, with its article, and what it then begins with (words of `sniff`)."""
 
     name: str
     begins: tuple[str, ...] = ()
 
 
 TEXT, JSON, YAML, TABLE = Kind("UTF-8 text"), Kind("JSON"), Kind("YAML"), Kind("a table", ("a parquet file", "an arrow file"))
-NPZ = Kind("an .npz file", (_sniff.ZIP,))
-SAFETENSORS = Kind("a safetensors file", (_sniff.SAFETENSORS,))
-PICKLE = Kind("a file of torch.save", (_sniff.ZIP, _sniff.PICKLE))
+NPZ = Kind("an .npz file", (sniff.ZIP,))
+SAFETENSORS = Kind("a safetensors file", (sniff.SAFETENSORS,))
+PICKLE = Kind("a file of torch.save", (sniff.ZIP, sniff.PICKLE))
 
-_COMPRESSED = {".gz": _sniff.GZIP, ".zst": _sniff.ZSTD, ".bz2": _sniff.BZIP2, ".xz": _sniff.XZ}
+_COMPRESSED = {".gz": sniff.GZIP, ".zst": sniff.ZSTD, ".bz2": sniff.BZIP2, ".xz": sniff.XZ}
 _PACKED = tuple(_COMPRESSED.values())
 
 # What the readers of files raise, beside classes of their own packages.
@@ -107,7 +107,7 @@ def check_file(path: str | Path, kind: Kind) -> None:
     """Raises as `reading` does where there is no such file, or it begins like something else than `kind`."""
     with reading(path, kind):
         with open(path, "rb") as file:
-            found = _sniff.sniffed(file.read(_sniff.HEAD))
+            found = sniff.sniffed(file.read(sniff.HEAD))
     if found is not None and found not in kind.begins and not (kind in (TEXT, JSON, YAML) and found in _PACKED):
         raise BadFileError(_instead(path, kind, found))
 
@@ -160,13 +160,13 @@ def one_line(error: BaseException, most: int = 300) -> str:
 @contextmanager
 def _unpacked(path: Path, kind: Kind) -> Iterator[IO[bytes]]:
     with open(path, "rb") as file:
-        found = _sniff.sniffed(file.peek(_sniff.HEAD)[: _sniff.HEAD])
+        found = sniff.sniffed(file.peek(sniff.HEAD)[: sniff.HEAD])
         promised = _COMPRESSED.get(path.suffix.lower())
-        if found == _sniff.EMPTY:
+        if found == sniff.EMPTY:
             raise BadFileError(f"{path} is empty")
         if promised is not None and found != promised:
             raise BadFileError(f"{path} is not {promised}, as its name says, but {found or 'something else, perhaps plain text'}")
-        if found == _sniff.HTML and path.suffix.lower() in (".html", ".htm", ".xhtml"):
+        if found == sniff.HTML and path.suffix.lower() in (".html", ".htm", ".xhtml"):
             found = None
         if found is not None and found not in _PACKED:
             raise BadFileError(_instead(path, kind, found))
@@ -179,13 +179,13 @@ def _decompressed(file: IO[bytes], found: str | None) -> Any:
     import gzip
     import io
 
-    if found == _sniff.GZIP:
+    if found == sniff.GZIP:
         return gzip.open(file, "rb")
-    if found == _sniff.BZIP2:
+    if found == sniff.BZIP2:
         return bz2.open(file, "rb")
-    if found == _sniff.XZ:
+    if found == sniff.XZ:
         return lzma.open(file, "rb")
-    if found == _sniff.ZSTD:
+    if found == sniff.ZSTD:
         return io.BufferedReader(_zstd(file))
     return file
 
@@ -218,7 +218,7 @@ def _fault(path: str | Path, kind: Kind, error: Exception) -> str:
     if os.path.isdir(path):
         return f"is a folder, where {kind.name} is wanted"
     found = _head(path)
-    if found in (_sniff.EMPTY, _sniff.ZEROS):
+    if found in (sniff.EMPTY, sniff.ZEROS):
         return f"is {found}"
     if found is not None and found not in kind.begins and found not in _PACKED:
         return f"is {found}, where {kind.name} is wanted"
@@ -234,7 +234,7 @@ def _fault(path: str | Path, kind: Kind, error: Exception) -> str:
 
 
 def _instead(path: str | Path, kind: Kind, found: str) -> str:
-    empty = found in (_sniff.EMPTY, _sniff.ZEROS)
+    empty = found in (sniff.EMPTY, sniff.ZEROS)
     return f"{path} is {found}" + ("" if empty else f"; {kind.name} is wanted there")
 
 
@@ -243,7 +243,7 @@ def _head(path: str | Path) -> str | None:
         if not os.path.isfile(path):  # a pipe can be read once only
             return None
         with open(path, "rb") as file:
-            return _sniff.sniffed(file.read(_sniff.HEAD))
+            return sniff.sniffed(file.read(sniff.HEAD))
     except OSError:
         return None
 

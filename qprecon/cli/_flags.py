@@ -59,6 +59,8 @@ def _kind(each: dataclasses.Field, option: Option, hint: Any) -> dict[str, Any]:
         return {"action": "store_true"} if each.default is False else {"action": argparse.BooleanOptionalAction}
     if option.metavar == "KEY=VALUE":
         return {"type": key_value, "action": "append", "metavar": option.metavar}
+    if option.repeated:
+        return {"action": "append", "metavar": option.metavar}
     if any(getattr(member, "__origin__", None) is not None for member in members) and option.metavar != "N:M":
         return {"nargs": "+", "metavar": option.metavar}
     if option.metavar == "N:M" or not {int, float} & set(members):
@@ -100,6 +102,8 @@ def given(arguments: argparse.Namespace, of: Sequence[type] = (Run, Recipe), sho
     names = [*(each.name for kind in of for each, _ in options(kind)), *shorthands]
     found: dict[str, Any] = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     pairs = {name for name in found if name.endswith("_options")}
+    single = [each.name for kind in of for each, option in options(kind) if option.repeated and len(found.get(each.name, ())) == 1]
+    found |= {name: found[name][0] for name in single}
     return {name: dict(value) if name in pairs else value for name, value in found.items()}
 
 

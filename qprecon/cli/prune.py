@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from qprecon.llm.settings.options import options
 from qprecon.llm.settings.recipe import Run
@@ -43,6 +42,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
     from qprecon.llm import prune_model
+    from qprecon.llm.calibration.mixture import named_calibration
     from qprecon.llm.settings.recipe_file import command_words, save_recipe
     from qprecon.llm.storage.output import partial_folder
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quiet and "progress" in flags:
         raise ValueError("--quiet and --progress say two things: give one of them")
     words = command_words(arguments.recipe, flags)
-    named = {"calibration": Path(words["calibration"])}  # a name, never the text itself; read once the model is known to be one
+    named = {"calibration": named_calibration(words["calibration"])}  # read once the model is known to be one
     quiet = {"progress": "quiet"} if arguments.quiet else {}
     try:
         report = prune_model(**{**words, **named, **quiet})

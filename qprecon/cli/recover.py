@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from qprecon.llm.settings.options import options
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
@@ -39,6 +38,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Recover, save, and print what was done."""
     from qprecon.llm import recover
+    from qprecon.llm.calibration.mixture import named_calibration
     from qprecon.llm.storage.output import partial_folder
 
     flags = given(arguments, (RecoveryRun, Recovery), ())
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--quiet and --progress say two things: give one of them")
     if arguments.quiet:
         flags["progress"] = "quiet"
-    text = Path(flags.pop("calibration", RecoveryRun.calibration))  # a name, never the text itself
+    text = named_calibration(flags.pop("calibration", RecoveryRun.calibration))
     try:
         report = recover(calibration=text, **flags)
     except (KeyboardInterrupt, Terminated) as stop:

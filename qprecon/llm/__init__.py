@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qprecon.llm.calibration.mixture import Mixture
     from qprecon.llm.evaluation.perplexities import perplexity
     from qprecon.llm.pruning.loop import prune_model
     from qprecon.llm.recovery.loop import recover
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
     from qprecon.llm.reporting.report import PruneReport
     from qprecon.llm.settings.recipe import Recipe
 
-__all__ = ["PruneReport", "Recipe", "RecoveryReport", "perplexity", "prune_model", "recover"]
+__all__ = ["Mixture", "PruneReport", "Recipe", "RecoveryReport", "perplexity", "prune_model", "recover"]
 
 _PLACES = {
+    "Mixture": "qprecon.llm.calibration.mixture",
     "PruneReport": "qprecon.llm.reporting.report",
     "Recipe": "qprecon.llm.settings.recipe",
     "RecoveryReport": "qprecon.llm.recovery.report",

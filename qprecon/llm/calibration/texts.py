@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from qprecon.llm.calibration.documents import file_documents, wikitext_join
-from qprecon.llm.model.hub import ask_hub, is_hub_name, offline_if_silent
+from qprecon.llm.files.hub import ask_hub, is_hub_name, offline_if_silent
 
 __all__ = ["is_source_name", "load_texts", "wikitext_join"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 
 from qprecon.llm.calibration.encodings import encoded_rows, is_encoded, token_rows
 from qprecon.llm.calibration.texts import is_source_name, load_texts
+from qprecon.llm.calibration.tokenising import token_stream
 from qprecon.options import is_whole
 
 DEFAULT_SEQLEN = 2048
-_TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens than a model of bytes has
 BOS_POLICIES = ("auto", "each", "first", "none")
 USE_SEQLEN = "use seqlen={}"
 CUT_THEM = "windows of tokens are taken as they are; to have them cut, give one 1-D tensor of tokens, or text, and use seqlen={}"
@@ -66,7 +65,7 @@ def cut_windows(
     check_cut(seqlen, bos)
     if is_text(source) and tokenizer is None:
         raise ValueError("text needs the model's tokenizer, and there is none: give tokenizer=..., or token ids instead of text")
-    documents = _documents(source)
+    documents = documents_of(source)
     from_text = bool(documents) and isinstance(documents[0], str)
     policy = resolve_bos(bos, tokenizer) if from_text or bos != "auto" else "none"
     if from_text:
@@ -127,7 +126,7 @@ def is_text(source: Any) -> bool:
     return listed or isinstance(source, str | Path)
 
 
-def _documents(source: Any) -> list:
+def documents_of(source: Any) -> list:
     """A flat list of documents, all strings or all 1-D int64 tensors."""
     if isinstance(source, Path) or (isinstance(source, str) and is_source_name(source)):
         return load_texts(source)
@@ -166,24 +165,10 @@ def describe_source(source: Any) -> str:
 
 
 def _tokenise(text: str, tokenizer: Any, policy: str) -> torch.Tensor:
-    # verbose=False: the warning about texts longer than the model's window is no use here, they are cut next.
-    ids = tokenizer(text, add_special_tokens=policy == "first", verbose=False)["input_ids"]
-    stream = torch.as_tensor(list(ids), dtype=torch.int64)
-    _warn_of_bytes(len(stream), text, tokenizer)
+    stream = token_stream(text, tokenizer, special_tokens=policy == "first")
     if policy == "each" and tokenizer.bos_token_id != tokenizer.eos_token_id:
         stream = stream[stream != tokenizer.bos_token_id]  # a BOS spelt out in the text would be a second one
     return stream
-
-
-def _warn_of_bytes(count: int, text: str, tokenizer: Any) -> None:
-    """Say that a tokenizer lost its merges, as a failed conversion leaves it: everything runs on, to nonsense."""
-    size = len(text.encode())
-    if len(text) >= _TELLING and count >= 0.95 * size and len(tokenizer) > _BYTES:
-        warnings.warn(
-            f"the tokenizer makes {count:,} tokens of {size:,} bytes, one of each, although it knows {len(tokenizer):,}: it seems "
-            "damaged, and what a model makes of them means nothing",
-            stacklevel=2,
-        )
 
 
 def _cut(streams: list[torch.Tensor], seqlen: int, every: bool) -> torch.Tensor:

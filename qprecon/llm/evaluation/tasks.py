@@ -17,8 +17,8 @@ from typing import Any
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
+from qprecon.llm.files.hub import offline_if_silent
 from qprecon.llm.model.devices import computing_on
-from qprecon.llm.model.hub import offline_if_silent
 from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qprecon.files import NPZ, read_json, read_npz, reading
+from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
 from qprecon.llm.masks.packed import packed_shapes, unpack
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.model.weight_files import opened, read_header, weight_files
 
 if TYPE_CHECKING:
     from qprecon.llm.model.linears import Stored

@@ -46,7 +46,8 @@ def find_blocks(model: nn.Module) -> list[Block]:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     whole = set(getattr(model, "_no_split_modules", None) or ())
     declared = [name for name, items in lists.items() if all(type(item).__name__ in whole for item in items)]
-    candidates = _within_decoder(model, declared) or declared or [name for name in lists if _is_outermost(name, lists)]
+    outermost = [name for name in lists if _is_outermost(name, lists)]
+    candidates = _within_decoder(model, declared) or declared or _within_decoder(model, outermost) or outermost
     if not candidates:
         raise ValueError(
             f"no decoder blocks found in {type(model).__name__}: it has no ModuleList, so it does not look like a "

@@ -13,11 +13,8 @@ import torch
 from torch import nn
 
 from qprecon.llm.model.blocks import Block, is_conv1d
-from qprecon.llm.model.experts import fused_parameters
+from qprecon.llm.model.experts import ROUTER_NAMES, fused_parameters
 from qprecon.llm.model.unprunable import computed, packed_as, quantised, stored_as
-
-# A linear so named, or inside a module so named, in a block that has experts, scores tokens for routing.
-ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"})
 
 
 @dataclass(frozen=True)

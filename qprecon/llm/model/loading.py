@@ -12,10 +12,10 @@ import torch
 
 from qprecon.errors import BadFileError
 from qprecon.files import one_line, read_json
+from qprecon.llm.files.hub import fetched_model, is_hub_name
+from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts
+from qprecon.llm.files.weight_files import check_contents, check_files, weight_files
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.hub import fetched_model, is_hub_name
-from qprecon.llm.model.kinds import check_causal, check_kinds, check_left_over, config_facts
-from qprecon.llm.model.weight_files import check_contents, check_files, weight_files
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 

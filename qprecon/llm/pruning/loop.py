@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.windows import describe_source
+from qprecon.llm.calibration.mixture import described
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
@@ -54,7 +54,8 @@ def prune_model(
             safetensors is read and written block by block and never held; where that cannot be done, the report says why.
         calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; what a tokenizer returns,
             input_ids with their attention_mask, whose padding is left out; or text, or one long tensor of tokens, (T,), from
-            which `nsamples` windows of `seqlen` tokens are drawn with `seed`.
+            which `nsamples` windows of `seqlen` tokens are drawn with `seed`; or several sources of these with their shares of the
+            windows, a `Mixture` or a list such as [("a.txt", 0.7), ("b.jsonl.gz", 0.3)].
         recipe: the settings as one object, or a mapping of some of them.
         tokenizer: for text, where the model is in memory.
         out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
@@ -123,7 +124,7 @@ def prune_model(
     finally:
         source.stop()
     recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
-    recorded |= {"calibration": describe_source(calibration), "seqlen": max(sample.numel() for sample in samples)}
+    recorded |= {**described(calibration, len(samples)), "seqlen": max(sample.numel() for sample in samples)}
     facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions.left_out if companions else ()}
     report = outcome(rows, source.zeros(rows), recorded, log, **facts)
     if out is not None:

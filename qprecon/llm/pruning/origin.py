@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.llm.calibration.mixture import as_mixture
 from qprecon.llm.calibration.windows import is_text
+from qprecon.llm.files.kinds import check_kinds
+from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.kinds import check_kinds
 from qprecon.llm.model.loading import load_tokenizer, load_whole, local_copy, model_folder
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
-from qprecon.llm.model.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.reporting.log import RunLog
@@ -69,7 +70,9 @@ def find_model(model: Any, calibration: Any, tokenizer: Any, out: Any, dtype: An
     if dtype not in (None, "auto"):
         as_dtype(dtype)
     if isinstance(model, str | Path):
-        return _in_folder(model, is_text(calibration), tokenizer, out, dtype, mask, log)
+        mixture = as_mixture(calibration)
+        text = any(is_text(source) for source, _ in mixture.sources) if mixture else is_text(calibration)
+        return _in_folder(model, text, tokenizer, out, dtype, mask, log)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
@@ -133,9 +136,11 @@ def open_source(
     """
     if found.shards is None:
         return MemoryBlocks(found.model, plan.blocks, device, log)
+    # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
+    of_all = settings["allocation"] != "uniform" or settings.get("token_weights")
     fingerprint = {
         **versions(),
-        "model files": found.shards.headers,  # their contents are compared as far as finished blocks were read from them
+        "model files": found.shards.identity if of_all else found.shards.headers,
         "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
         "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},

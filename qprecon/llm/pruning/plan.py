@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.encodings import encoded_rows, token_rows
+from qprecon.llm.calibration.mixture import as_mixture, mixture_windows
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows
 from qprecon.llm.masks.patterns import Pattern
@@ -137,7 +138,7 @@ def calibration_samples(
 
     Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each) are taken as they are, row by row,
     and so is what tokenizers return (`encodings`), without its padding; a long 1-D tensor or text is cut into windows of `seqlen`,
-    of which `nsamples` are drawn with `seed`.
+    of which `nsamples` are drawn with `seed`; of a `Mixture`, or a list of (source, share), each source gives its share of windows.
 
     Raises ValueError for too little text (with the counts), tensors of more dimensions, windows longer than the model has
     positions, and token numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
@@ -149,6 +150,10 @@ def calibration_samples(
     elif isinstance(calibration, list | tuple) and calibration and all(isinstance(c, torch.Tensor) for c in calibration):
         windows = [row for i, item in enumerate(calibration) for row in token_rows(item, f"calibration sample {i}")]
         remedy = CUT_THEM
+    elif (mixture := as_mixture(calibration)) is not None:
+        check_length(model.config, seqlen)
+        drawn = mixture_windows(mixture, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)
+        windows, remedy = list(drawn), USE_SEQLEN
     else:
         check_length(model.config, seqlen)  # before any text is fetched
         cut = calibration_windows(calibration, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)

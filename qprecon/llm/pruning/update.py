@@ -40,6 +40,7 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
     views = [layer.view for layer in layers]
     prepared, tokens = qprecon.prepare(grams.hessian(views[0]), damping=method.damping), grams.tokens(views[0])
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping)
+    grams.forget_targets(views[0])
     dense_NK, selection, note = choose_masks(layers, asked, prepared, tokens, method)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.windows import describe_source
+from qprecon.llm.calibration.mixture import described
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
@@ -107,7 +107,7 @@ def recover(
         if journal is not None:
             _leave(journal)
     recorded = {
-        **recovery.settings(), "model": pair.name, "dense": pair.dense_name, "calibration": describe_source(calibration),
+        **recovery.settings(), "model": pair.name, "dense": pair.dense_name, **described(calibration, len(samples)),
         "lr": rate, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples), "windows_held_out": len(aside),
         "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
         "checkpointing": done.fit.checkpointing, "device": str(device),

@@ -24,7 +24,7 @@ class Option:
     help: one sentence, for the command line, Python and the documentation alike. group: the heading it stands under.
     flag: of the command, made from the name unless given. aliases: words of other tools for it. choices: all values, where they
     are few. least: the smallest value. words: what may stand in a number's place. default: how the default reads where it is not
-    the field's own.
+    the field's own. repeated: its flag has one value and is given once for each.
     """
 
     help: str
@@ -36,6 +36,7 @@ class Option:
     least: float = -math.inf
     words: tuple[str, ...] = ()
     default: str = ""
+    repeated: bool = False
 
 
 def option(default: Any, help: str, group: str, /, **more: Any) -> Any:

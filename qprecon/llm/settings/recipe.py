@@ -226,11 +226,11 @@ class Run:
 
     model: str | None = option(None, "a model folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
     out: str | None = option(None, "where the pruned model and its report go", RUN, flag="OUT", aliases=("save_model",))
-    calibration: str | None = option(
+    calibration: str | Sequence[str] | None = option(
         None,
-        'calibration text: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own documentation), or a name '
-        "for the `datasets` library",
-        CALIBRATION, flag="--calib", aliases=("calib",), metavar="FILE|builtin|c4", default="c4",
+        'calibration text: a file of text, of JSON or of a table with a "text" in each row, "builtin" (Python\'s own '
+        "documentation), or a name for the `datasets` library; several, with :SHARE of the windows behind their names, are mixed",
+        CALIBRATION, flag="--calib", aliases=("calib",), metavar="FILE|builtin|c4[:SHARE]", default="c4", repeated=True,
     )  # fmt: skip
     device: str | None = option(
         None, "where blocks are computed, one at a time: cpu, cuda, cuda:1, …", RUN, default="auto, a GPU if there is one"

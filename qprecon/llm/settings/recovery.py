@@ -102,11 +102,11 @@ class RecoveryRun:
     model: str = option("", "the pruned model: a folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
     dense: str = option("", "the model before pruning", RUN, flag="DENSE")
     out: str = option("", "where the recovered model and its report go", RUN, flag="OUT")
-    calibration: str = option(
+    calibration: str | Sequence[str] = option(
         "c4",
-        'the text to train on: a text file, a .jsonl(.gz) file with a "text" field, "builtin" (Python\'s own documentation), or a '
-        "name for the `datasets` library",
-        TEXT, flag="--calib", metavar="FILE|builtin|c4",
+        'the text to train on: a file of text, of JSON or of a table with a "text" in each row, "builtin" (Python\'s own '
+        "documentation), or a name for the `datasets` library; several, with :SHARE of the windows behind their names, are mixed",
+        TEXT, flag="--calib", metavar="FILE|builtin|c4[:SHARE]", repeated=True,
     )  # fmt: skip
     masks: str | None = option(
         None, "a file of masks (masks.npz), or a folder with one, in place of the model's zeros", TRAINING, metavar="PATH"

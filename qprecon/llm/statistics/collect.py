@@ -16,8 +16,8 @@ from torch import nn
 
 from qprecon.llm.calibration.memory import stored
 from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
+from qprecon.llm.model.experts import Routing
 from qprecon.llm.model.linears import LinearView
-from qprecon.llm.model.routing import Routing
 from qprecon.llm.statistics.gram import Gram
 from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs, silenced
 
@@ -66,6 +66,11 @@ class BlockGrams:
     def held(self, view: LinearView) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Rows of what was held out of the drift, see `Gram`."""
         return self.by_name[view.name].held if view.name in self.by_name else []
+
+    def forget_targets(self, view: LinearView) -> None:
+        """Free what only the target needs: a drift is as large as H."""
+        if (gram := self.by_name.get(view.name)) is not None:
+            gram.drift_NN, gram.residual_NK, gram.held = None, None, []
 
     def tokens(self, view: LinearView) -> int:
         return self.by_name[view.name].tokens if view.name in self.by_name else 0

@@ -56,9 +56,10 @@ class Statistics:
     def in_order(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Iterator[list[LinearView]]:
         """The layers of the block of that `index` in the groups in which they are pruned, which begins now."""
         self.weights = DenseWeights(views) if self.dense is not None else None
-        needed = views and (self.order or self._weighted)
-        self.groups = sublayers(block, views, self.pruned, index) if needed else [list(views)]
-        yield from self.groups if self.order else filter(None, [list(views)])
+        if not views:
+            return
+        self.groups = sublayers(block, views, self.pruned, index) if self.order or self._weighted else [list(views)]
+        yield from self.groups if self.order else [list(views)]
 
     def collect(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> BlockGrams:
         """The matrices of layers of the block as it is now: those of earlier groups pruned, those of later ones dense."""

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qprecon.llm.files.kinds import check_left_over
+from qprecon.llm.files.weight_files import WeightFiles, opened, read_headers, weight_files
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.kinds import check_left_over
 from qprecon.llm.model.loading import load_config, loading
-from qprecon.llm.model.weight_files import WeightFiles, opened, read_headers, weight_files
 
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 

@@ -16,7 +16,7 @@ QUALITY = {"order": True, "drift": 0.5, "token_weights": 0.5}
 
 
 def prune(model, samples, **settings):
-    options = {"passes": 6, "lr": 3e-3} | settings.pop("refine_options", {})
+    options = {"passes": 4, "lr": 1e-3} | settings.pop("refine_options", {})
     return prune_model(model, samples, progress=False, refine_options=options, **({"backend": "cholesky"} | settings))
 
 
@@ -31,8 +31,8 @@ def test_masks_are_held_and_the_error_falls(family, refine, settings):
     if refine == "halves" and not settings:
         settings = {"order": True}
     model, other = build(family), build(family)
-    prune_model(other, tokens(8), progress=False, backend="cholesky", **settings)
-    report = prune(model, tokens(8), refine=refine, **settings)
+    prune_model(other, tokens(64), progress=False, backend="cholesky", **settings)
+    report = prune(model, tokens(64), refine=refine, **settings)
     assert report.sparsity == 0.5 and report.largest_gap <= 1e-4
     (note,) = [note for note in report.warnings if note.startswith("refinement")]
     change = float(note.split("held out ")[1].split("%")[0])
@@ -40,7 +40,9 @@ def test_masks_are_held_and_the_error_falls(family, refine, settings):
     first = next(iter(reference.views_of(model)))
     before = {name: view for name, view in next(iter(reference.views_of(other))).items()}
     for name, view in first.items():  # the first block had the same inputs: its masks are the same, its weights are not
-        assert torch.equal(view.weights_NK() != 0, before[name].weights_NK() != 0), name
+        if refine == "block":  # a first half that is refined gives the second one other inputs
+            assert torch.equal(view.weights_NK() != 0, before[name].weights_NK() != 0), name
+        assert float((view.weights_NK() == 0).double().mean()) == 0.5
     assert not all(torch.equal(view.weights_NK(), before[name].weights_NK()) for name, view in first.items())
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())

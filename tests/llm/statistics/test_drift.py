@@ -9,8 +9,8 @@ import qprecon
 from qprecon.llm.calibration.capture import capture_inputs
 from qprecon.llm.calibration.streams import DenseWeights
 from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.model.experts import Routing, routers
 from qprecon.llm.model.linears import find_linears
-from qprecon.llm.model.routing import Routing, routers
 from qprecon.llm.statistics import gram
 from qprecon.llm.statistics.collect import Beside, collect_grams
 from qprecon.llm.statistics.gram import Gram
@@ -172,7 +172,7 @@ def _flat(output):
 
 def test_tokens_that_cannot_be_matched_are_an_error(monkeypatch):
     block, views, (inputs, dense_inputs), weights, _, _ = halfway("mixtral")
-    monkeypatch.setattr("qprecon.llm.model.routing.routers", lambda block: [])
+    monkeypatch.setattr("qprecon.llm.model.experts.routers", lambda block: [])
     with pytest.raises(ValueError, match=r"layers\.1\..*experts.*drift=0"):
         collect_grams(block, views, inputs, 1, beside=Beside(dense_inputs, weights))
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qprecon.llm import prune_model
-from qprecon.llm.model import weight_files
+from qprecon.llm.files import weight_files
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.pruning import blocks as pipeline
 from qprecon.llm.storage import journal, output, sources

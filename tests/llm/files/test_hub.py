@@ -12,7 +12,7 @@ import pytest
 from qprecon.cli import main
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
-from qprecon.llm.model.hub import ask_hub, hub_answers, is_hub_name, offline_if_silent
+from qprecon.llm.files.hub import ask_hub, hub_answers, is_hub_name, offline_if_silent
 from qprecon.llm.model.loading import load_causal_lm, model_folder
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -162,7 +162,7 @@ def test_a_copy_that_is_not_complete_is_named(cached):
 
 def test_offline_on_purpose_a_copy_is_all_that_is_looked_at(cached, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("qprecon.llm.model.hub.hub_answers", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("qprecon.llm.files.hub.hub_answers", lambda: pytest.fail("the hub was asked"))
     assert load_causal_lm("someone/model")[1] is not None
     with pytest.raises(OSError, match="HF_HUB_OFFLINE.*no complete copy"):
         load_causal_lm("someone/other")

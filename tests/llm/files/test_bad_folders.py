@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qprecon.cli import main
-from qprecon.llm.model.weight_files import read_header
+from qprecon.llm.files.weight_files import read_header
 from tests.bad_files import FAULTS, Evil
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
