@@ -63,6 +63,47 @@ def quality(model: str) -> str:
     return table(["mask + weights", *patterns], body) + "\n\n" + note
 
 
+def presets() -> str:
+    """Perplexities of the presets on both texts, and of a peer on the same windows."""
+    rows = [row for row in load("quality_smollm2-135m") if row["split"] == "test" and row["calibration"] == "wikitext2"]
+    rows = [row for row in rows if not row["ingredients"] and row["seed"] == 0]
+    peers = load("peers_smollm2-135m")
+    patterns = ("50%", "60%", "70%", "2:4")
+    kinds = (("fast", False), ("balanced", False), ("best", False), ("best", True))
+
+    def cell(found: list[dict[str, Any]]) -> str:
+        return " / ".join(f"{value:.2f}" for value in found[0]["perplexity"].values()) if found else "–"
+
+    body = []
+    for preset, recovered in kinds:
+        own = [row for row in rows if row["preset"] == preset and row["recovered"] == recovered]
+        label = f"`{preset}`, then `recover`" if recovered else f"`{preset}`"
+        cells = [cell([row for row in own if row["pattern"] == pattern]) for pattern in patterns]
+        body.append([label, *cells, f"{next(row for row in own if row['pattern'] == '60%')['seconds']:.0f} s"])
+    for method, name in (("wanda", "Wanda"), ("sparsegpt", "SparseGPT")):
+        own = [row for row in peers if row["method"] == method]
+        cells = [cell([row for row in own if row["pattern"] == pattern]) for pattern in patterns]
+        body.append([f"llm-compressor, {name}", *cells, f"{own[0]['seconds']:.0f} s"])
+    cards, dates = (", ".join(sorted({row[key] for row in [*rows, *peers]})) for key in ("card", "date"))
+    version = peers[0]["versions"]["llmcompressor"]
+    note = "WikiText-2 / C4; the peer on WikiText-2 only. Seconds at 60 % (the peer's at 50 %). "
+    note += f"llm-compressor {version}. – not run. {cards}; {dates}."
+    return table(["", *patterns, "pruning"], body) + "\n\n" + note
+
+
+def ladder() -> str:
+    """What each ingredient gains, on validation texts."""
+    rows = [row for row in load("quality_smollm2-135m") if row["split"] == "validation"]
+    names = {"alps": "ALPS's mask", "order": "order", "drift": "drift", "token_weights": "token weights"}
+    patterns = ("50%", "60%", "70%", "2:4")
+    body = [
+        [row["pattern"], " + ".join(names.get(each, each) for each in row["ingredients"]) or "Wanda + optimal, as `fast`",
+         *(f"{value:.2f}" for value in row["perplexity"].values()), f"{row['seconds']:.0f} s"]
+        for row in sorted(rows, key=lambda row: (patterns.index(row["pattern"]), -row["perplexity"]["wikitext2"]))
+    ]  # fmt: skip
+    return table(["pattern", "switched on", "WikiText-2", "C4", "pruning"], body) + f"\n\n{rows[0]['card']}, {rows[0]['date']}."
+
+
 def layers() -> str:
     """Seconds and gaps of one large layer, methods against problems."""
     rows = [row for row in load("solver_h100") if not _is_real(row) and row["method"] in METHODS]
@@ -239,12 +280,14 @@ def demo() -> str:
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "demo": demo,
+        "presets": presets,
         "quality": functools.partial(quality, "smollm2-135m"),
         "quality, Gemma": functools.partial(quality, "gemma-3-270m"),
         "layers": layers,
         "cpu": cpu,
         "models": models,
     },
+    "docs/reproducing.md": {"ladder": ladder},
     "docs/performance.md": {
         "models": models,
         "phases": phases,

@@ -35,7 +35,7 @@ KINDS = (
 )
 WELL_POSED_DAMPING = 1e-3
 _JUDGED = ("auto", "cholesky", "pcg", "admm", "mpax")  # the share of OPTIMAL columns is theirs; the others are references
-FLOAT32_ENTRIES = 64 * 2.0**-24  # docs: |E_ij| ≤ this · √(H_ii H_jj) for an H summed in float32
+FLOAT32_ENTRIES = 128 * 2.0**-24  # docs: |E_ij| ≤ this · √(H_ii H_jj) for an H summed in float32
 
 
 @dataclass(frozen=True)
