@@ -244,9 +244,8 @@ def fit_scales(grid: Grid, w_NK: Array, shrink_GK: Array | float = 1.0) -> Fitte
     n, k = w_NK.shape
     if not grid.scaled:
         return Fitted(grid, w_NK[:0])
-    xp, groups = namespace(w_NK), grid.groups(n)
+    xp, groups, zero_GK = namespace(w_NK), grid.groups(n), None
     by_group = w_NK.reshape(groups, n // groups, k) if n else w_NK.reshape(groups, 0, k)
-    zero_GK = None
     if n == 0:
         return Fitted(grid, xp.ones_like(by_group.sum(1)))
     if grid.symmetric:
@@ -275,7 +274,7 @@ def stored_scales(grid: Grid, scale_GK: Array, whole: float | None = None) -> tu
             whole = float(E4M3.largest / most) if most > 0 else 1.0
         scale_GK = E4M3.nearest(scale_GK * whole)
     elif grid.scale == "power":
-        scale_GK = _power_above(scale_GK)
+        scale_GK = _nearest_power(scale_GK)
     else:
         scale_GK = round_to_dtype(scale_GK, grid.scale_dtype)
     return xp.where(scale_GK > 0, scale_GK, xp.ones_like(scale_GK)), whole or 1.0
@@ -288,8 +287,8 @@ def round_to_dtype(x: Array, name: str) -> Array:
     return _DTYPES[name].nearest(x)
 
 
-def _power_above(x: Array) -> Array:
-    """The power of two nearest to each positive number from above or below, in the logarithm; 0 stays 0."""
+def _nearest_power(x: Array) -> Array:
+    """The power of two nearest to each positive number, in the logarithm; 0 stays 0."""
     xp = namespace(x)
     mantissa, exponent = xp.frexp(x)
     exponent = exponent - xp.where(mantissa < 2.0**-0.5, xp.ones_like(exponent), xp.zeros_like(exponent))
