@@ -18,7 +18,7 @@ from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.pruning.measure import Draft, Seconds, draft_rows
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.statistics.collect import BlockGrams
+from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.target import asked_weights
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from torch import nn
 
 from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
 from qprecon.llm.model.linears import LinearView
-from qprecon.llm.statistics.collect import Beside, BlockGrams, collect_grams
+from qprecon.llm.statistics.block_grams import BlockGrams
+from qprecon.llm.statistics.collect import Beside, collect_grams
 from qprecon.llm.statistics.gradients import LossGradients, Source
 from qprecon.llm.statistics.observe import sublayers, writes_to_stream
 from qprecon.llm.statistics.target import AUTO, held_out

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from qprecon.llm.model.linears import LinearView
-from qprecon.llm.statistics.collect import BlockGrams
+from qprecon.llm.statistics.block_grams import BlockGrams
 
 AUTO = "auto"
 HELD_OUT = 16  # of so many samples one is held out of the drift to choose α

@@ -19,6 +19,7 @@ from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Shards, stored_names
+from qprecon.llm.storage.filling import empty, fill, own_stream
 from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
 
@@ -99,16 +100,16 @@ class DiskBlocks:
         names = [*outside, *(name for index in firsts(self.blocks) for name in self._names(index))]
         try:
             try:
-                _fill(self.model, self._read(self.shards, names, self.device))
+                fill(self.model, self._read(self.shards, names, self.device))
             except torch.cuda.OutOfMemoryError:
                 torch.cuda.empty_cache()
-                _fill(self.model, self._read(self.shards, names, torch.device("cpu")))
+                fill(self.model, self._read(self.shards, names, torch.device("cpu")))
             batch = windows_together(self.model, samples, self.device, most)
             inputs = capture_inputs(
                 self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams
             )
         finally:
-            _empty(self.model)
+            empty(self.model)
         if inputs.borrowing:
             self._check_unborrowed(inputs)
         return inputs
@@ -116,12 +117,12 @@ class DiskBlocks:
     def _check_unborrowed(self, inputs: BlockInputs) -> None:
         """ValueError for a block that uses what another returns beside its hidden state; reads the model once."""
         for index, block in enumerate(self.blocks):
-            _fill(self.model, self._load(index, dense=True))
+            fill(self.model, self._load(index, dense=True))
             try:
                 with torch.no_grad():
                     inputs.run(block.module, index, 0)
             finally:
-                _empty(block.module)
+                empty(block.module)
 
     @contextmanager
     def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
@@ -137,7 +138,7 @@ class DiskBlocks:
         if self.device.type == "cuda":
             for tensor in tensors.values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
-        _fill(self.model, tensors)
+        fill(self.model, tensors)
         module = self.blocks[index].module
         for part in module.modules():  # buffers that no file holds
             part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
@@ -145,19 +146,19 @@ class DiskBlocks:
             check_weights(self.blocks[index])
             yield module
         finally:
-            _empty(module)
+            empty(module)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
         """While open, what lies outside the blocks has its weights, on the device."""
         names = self._names(None)
         try:
-            _fill(self.model, self._read(self.shards, names, self.device))
+            fill(self.model, self._read(self.shards, names, self.device))
             for part in outside_blocks(self.model, self.blocks):
                 part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
             yield
         finally:
-            _empty(self.model)
+            empty(self.model)
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep tensors for a run that continues this one."""
@@ -233,7 +234,7 @@ class DiskBlocks:
         written = dict.fromkeys(entry["names"], entry["file"]) if entry is not None else {}
         names, pinned = self._names(index), self.device.type == "cuda"
         done = [name for name in names if self.stored[name] in written]  # not what it shares with another block, which holds it
-        with _own_stream(self.read_stream):
+        with own_stream(self.read_stream):
             tensors = self._read(self.shards, [name for name in names if self.stored[name] not in written], self.device, pinned)
             return tensors | self._read(Shards(self.journal.folder, written, {}, {}), done, self.device, pinned)
 
@@ -262,7 +263,7 @@ class DiskBlocks:
     ) -> None:  # fmt: skip
         """Under their stored names; a tied tensor once, with its block. Rows go with them, for a run that continues this one."""
         own = {self.stored[name]: tensor for name, tensor in tensors.items() if self._block_of(self.stored[name]) == index}
-        with _own_stream(self.write_stream, after=event):
+        with own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
             own, masks = fetched(own), fetched(masks)
@@ -291,34 +292,3 @@ _OUTSIDE, _LEFT_OVER, _TIMES = "outside", "left-over", "model_times.json"
 
 def _key(index: int) -> str:
     return f"block-{index:05d}"
-
-
-@contextmanager
-def _own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator[None]:
-    """On a GPU: a stream beside the computation's, from an event on; on leaving, its work is done."""
-    if stream is None:
-        yield
-        return
-    if after is not None:
-        stream.wait_event(after)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        path, _, own = name.rpartition(".")
-        module = model.get_submodule(path)
-        if own in module._parameters:
-            module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
-        else:
-            module._buffers[own] = tensor
-
-
-def _empty(model: nn.Module) -> None:
-    """Parameters back to the meta device."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

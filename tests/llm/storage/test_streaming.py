@@ -76,14 +76,14 @@ def test_the_same_bits_with_other_settings(arguments, tmp_path):
 
 def test_never_more_than_two_blocks_are_in_memory(tmp_path, monkeypatch):
     folder, held, most = saved(tmp_path / "dense"), [], []
-    fill = sources._fill
+    fill = sources.fill
 
     def filled(model, tensors):
         fill(model, tensors)
         most.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         held.append(len({name.split(".")[2] for name, p in model.named_parameters() if ".layers." in name and not p.is_meta}))
 
-    monkeypatch.setattr(sources, "_fill", filled)
+    monkeypatch.setattr(sources, "fill", filled)
     prune(folder, tmp_path / "out")
     assert len(held) == 1 + 3 and max(held) == 1  # embeddings with the probed block, then three blocks
     assert most[1:] == [most[1]] * 3 and most[1] == sum(p.numel() for p in build("llama").model.layers[0].parameters())

@@ -1,0 +1,42 @@
+"""A skeleton filled with tensors and emptied again, and a stream of the device for reading and writing beside the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator[None]:
+    """On a GPU: a stream beside the computation's, from an event on; on leaving, its work is done."""
+    if stream is None:
+        yield
+        return
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Parameters and buffers by their full names in the model."""
+    for name, tensor in tensors.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if own in module._parameters:
+            module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[own] = tensor
+
+
+def empty(model: nn.Module) -> None:
+    """Parameters back to the meta device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
