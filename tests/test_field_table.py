@@ -24,8 +24,8 @@ CASES = {
     "H = 0, or a dead input": ["llm/pruning/test_loop.py::test_dead_inputs", "contract/test_contract.py::test_contract"],
     "8 calibration tokens for many more inputs, bfloat16": ["llm/pruning/test_loop.py::test_eight_tokens_in_bfloat16"],
     "an activation of 6e4 in float16; a NaN token": [
-        "llm/calibration/test_gram.py::test_a_large_half_precision_activation_does_not_overflow",
-        "llm/calibration/test_gram.py::test_one_nan_token_names_layer_and_sample",
+        "llm/statistics/test_gram.py::test_a_large_half_precision_activation_does_not_overflow",
+        "llm/statistics/test_gram.py::test_one_nan_token_names_layer_and_sample",
         "llm/pruning/test_loop.py::test_a_nan_token_stops_the_run_and_leaves_the_model_usable",
     ],
     "1:4 and 3:4 are 75 % and 25 % zeros": ["llm/masks/test_patterns.py::test_n_counts_the_kept"],
@@ -38,7 +38,7 @@ CASES = {
     "fused 3-D experts are pruned, expert by expert": [
         "llm/model/test_families.py::test_the_linears_are_all_and_no_others",
         "llm/model/test_families.py::test_pruned_saved_reloaded",
-        "llm/calibration/test_gram.py::test_each_expert_of_a_fused_parameter",
+        "llm/statistics/test_gram.py::test_each_expert_of_a_fused_parameter",
     ],
     "an expert that no token reaches": ["llm/pruning/test_loop.py::test_an_expert_without_tokens_falls_back_and_is_listed"],
     "Conv1D: H is inputs by inputs, N:M runs along inputs": [
