@@ -168,21 +168,21 @@ def _run(
     lib = lambda x: to_library(x, backend.library)  # noqa: E731
     scaled = lambda x: None if x is None else lib(scale.weights(cast(x[:, wanted], backend.dtype)))  # noqa: E731
     g_NK = problem.linear("float64", wanted)
-    given = Chunk(
-        weights_NK=scaled(problem.weights_NK),
-        mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
-        start_NK=lib(scale.weights(chunk.weights_NK[:, some])),
-        residual_NK=lib(scale.residual(cast(figures.rho_NK[:, some], backend.dtype), task.cert.unit)),
-        start_objective_K=lib(scale.objective(like(figures.value[local], chunk.weights_NK))),
-        improved_K=lib(scale.objective(like(start.masked.value[local] - figures.value[local], chunk.weights_NK))),
-        linear_NK=None if g_NK is None else lib(cast(scale.linear(g_NK), backend.dtype)),
-        lower_NK=scaled(problem.lower_NK),
-        upper_NK=scaled(problem.upper_NK),
-        tolerance=tolerance,
-        max_iterations=limits.max_iterations,
-        deadline=limits.deadline,
-    )
-    with numbers_may_fail():
+    with numbers_may_fail():  # a backend that wants no scaling is given numbers that its dtype may not hold
+        given = Chunk(
+            weights_NK=scaled(problem.weights_NK),
+            mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
+            start_NK=lib(scale.weights(chunk.weights_NK[:, some])),
+            residual_NK=lib(scale.residual(cast(figures.rho_NK[:, some], backend.dtype), task.cert.unit)),
+            start_objective_K=lib(scale.objective(like(figures.value[local], chunk.weights_NK))),
+            improved_K=lib(scale.objective(like(start.masked.value[local] - figures.value[local], chunk.weights_NK))),
+            linear_NK=None if g_NK is None else lib(cast(scale.linear(g_NK), backend.dtype)),
+            lower_NK=scaled(problem.lower_NK),
+            upper_NK=scaled(problem.upper_NK),
+            tolerance=tolerance,
+            max_iterations=limits.max_iterations,
+            deadline=limits.deadline,
+        )
         raw = backend.solve_chunk(given)
     name = backend.loaded.record.name
     if not isinstance(raw, RawColumns):

@@ -257,3 +257,13 @@ def test_no_notice_of_a_gram_matrix(shape: tuple[int, int], large: float, dead: 
             assert qprecon.prepare(torch.from_numpy(h), damping=0.01).notices == ()
     assert qprecon.prepare(np.zeros((3, 3)), damping=0.01).notices == ()
     assert qprecon.prepare(np.array([[0.0, 1.0], [1.0, 5.0]]), damping=1.0).notices != ()
+
+
+@pytest.mark.parametrize("backend", ["adam", "cholesky", "pcg", "admm"])
+def test_numbers_beyond_a_backends_dtype_warn_of_nothing(backend: str) -> None:
+    """H of 1e23 and weights of 1e30 in float32: a status, and no RuntimeWarning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        w_NK = np.array([[1e30]], dtype=np.float32)
+        solution = qprecon.solve(np.array([[1e23]]), w_NK, np.array([[0]]), backend, dtype="float32")
+    assert solution.weights[0, 0] == 0.0
