@@ -117,7 +117,8 @@ class _Task:
                     sample = training[place]
                     with torch.enable_grad():
                         loss = self._loss(sample, targets[sample], weights) / (first / len(held))
-                        masters.take(torch.autograd.grad(loss, masters.parameters))
+                        # an expert may get no token of a sample, and then has no gradient
+                        masters.take(torch.autograd.grad(loss, masters.parameters, materialize_grads=True))
                     adam.step()
                     schedule.step()
                     masters.publish()
