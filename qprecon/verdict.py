@@ -18,7 +18,7 @@ from .start import find_start
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Audit:
     """Figures of each column, (K,) float64 numpy, in the units of H and W; names and meanings are those of ``Solution``.
 
@@ -41,6 +41,22 @@ class Audit:
     def certified(self, tol: float) -> np.ndarray:
         """(K,) bool: proved to be within ``tol`` of the optimum."""
         return self.relative_gap <= tol
+
+    def summary(self) -> str:
+        """The outcome in words, a line a fact."""
+        k = len(self.relative_gap)
+        if not k:
+            return "no columns"
+        worst, broken = int(np.argmax(self.relative_gap)), int((~(self.violation == 0)).sum())
+        lines = [f"largest certified relative gap of {k} columns {self.relative_gap[worst]:.2e} (column {worst})"]
+        if broken:
+            lines.append(f"{broken} columns have weights where the mask has none, or out of bounds: nothing is certified of them")
+        if none := int(np.isinf(self.gap_bound).sum()) - broken:
+            lines.append(f"{none} columns without any certificate")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Audit: {self.summary()}"
 
 
 def audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array) -> Audit:

@@ -160,6 +160,7 @@ def test_audit_of_anybodys_weights():
     assert prepared.audit(W, MASK, best.weights).certified(1e-8).all()
     assert not prepared.audit(W, MASK, W * MASK).certified(1e-3).any()
     outside = prepared.audit(W, MASK, W)
+    assert "6 columns" in repr(outside) and "6 columns" in repr(prepared.audit(W, MASK, best.weights))
     assert (outside.violation > 0).all() and np.isinf(outside.gap_bound).all() and not outside.certified(0.5).any()
     for bad, word in ((W[:5], "candidate"), (W + 0j, "candidate")):
         with pytest.raises(ValueError, match=word):
