@@ -136,14 +136,6 @@ def power_of_two(x: np.ndarray) -> np.ndarray:
     return np.where(usable, np.exp2(np.round(np.log2(np.where(usable, x, 1.0)))), 1.0)
 
 
-def frobenius_norm(a_NN: Array) -> float:
-    """‖A‖_F, summed in float64."""
-    if kind_of(a_NN) == "torch":
-        torch = namespace(a_NN)
-        return float(torch.linalg.vector_norm(a_NN, dtype=torch.float64))
-    return float(np.sqrt(np.einsum("ij,ij->", a_NN, a_NN, dtype=np.float64)))
-
-
 def column_dots(a_NK: Array, b_NK: Array) -> Array:
     """Inner product of each pair of columns, (K,)."""
     if kind_of(a_NK) == "torch":

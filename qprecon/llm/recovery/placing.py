@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from qprecon.llm.calibration.capture import replaced_forwards
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.dtypes import FLOATS
 
@@ -79,18 +79,12 @@ def checkpointed(blocks: Sequence[Block], active: bool) -> Iterator[None]:
 
     transformers' own checkpointing is off in evaluation mode, in which a model is recovered (no dropout).
     """
-    found = [block.module.__dict__.get("forward") for block in blocks]
-    try:
-        for block in blocks if active else ():
-            again = partial(checkpoint, block.module.forward, use_reentrant=False, preserve_rng_state=False)
-            block.module.forward = again
+
+    def again(index: int, original: Callable, args: tuple, kwargs: dict) -> Any:
+        return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    with replaced_forwards(blocks if active else (), again):
         yield
-    finally:
-        for block, forward in zip(blocks, found, strict=True):
-            if forward is None:
-                block.module.__dict__.pop("forward", None)
-            else:
-                block.module.forward = forward
 
 
 @contextmanager

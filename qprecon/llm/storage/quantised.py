@@ -16,14 +16,6 @@ import torch
 from qprecon.grids import Fitted, Grid
 
 
-def check_library() -> None:
-    """ImportError, with what to install, where compressed-tensors is missing."""
-    try:
-        import compressed_tensors  # noqa: F401
-    except ImportError as error:
-        raise ImportError("low-bit weights need compressed-tensors: pip install 'qprecon[quantize]'") from error
-
-
 def scheme(grid: Grid) -> Any:
     """The grid as a compressed-tensors scheme of weights."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
