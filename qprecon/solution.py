@@ -53,7 +53,8 @@ class Solution:
         reported_status: (K,) object array of strings: what the backend said of itself. Not evidence.
         iterations: (K,) int64; 0 for direct methods.
         objective: (K,) float64, f(ŵ) of the damped problem (ŵ − w)ᵀ(H + λI)(ŵ − w), or with an explicit rhs
-            ŵᵀHŵ − 2rhsᵀŵ + λ‖ŵ − w‖². All figures are float64 numpy arrays in the units of H and W as given.
+            ŵᵀHŵ − 2rhsᵀŵ + λ‖ŵ − w‖². It may lie below 0 by rounding: its own, or H's. All figures are float64 numpy arrays in
+            the units of H and W as given.
         baseline_objective: (K,) the same of the start: the masked weights, clipped to the bounds.
         stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start):
             dimensionless.
