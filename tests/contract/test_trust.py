@@ -291,7 +291,7 @@ def test_factors_beyond_float32_scale_weights_within_it(backend: str, size: floa
 
 
 def test_an_objective_below_zero_is_shown_as_it_is() -> None:
-    """Where H has negative eigenvalues of the size of its rounding, f may be below 0: it was shown as 0, further off than f's own sum.
+    """Where H has negative eigenvalues of the size of its rounding, f may be below 0: it was shown as 0, which is further off.
 
     20 blocks of [[1, -1], [-1, 1 - e]] and a difference of ones: f = -20 e, and no number on the way is rounded.
     """
