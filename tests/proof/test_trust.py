@@ -12,11 +12,10 @@ import torch
 
 import qprecon
 from qprecon import Status
+from tests.contract import cases
 from tests.fuzz.exact import Exact, nearest, quadratic_gain
 from tests.fuzz.problems import Case
 from tests.fuzz.truth import Truth
-
-from . import cases
 
 UNBOUNDED = ("auto", "cholesky", "pcg", "admm")
 
