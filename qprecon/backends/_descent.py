@@ -132,7 +132,7 @@ def feedback_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The block's weights on the grid and the errors that later blocks make up for, (B, K) float32; arguments as
     ``qprecon.rounding._feedback_block``."""
-    n, k = rest_BK.shape
+    (n, k), factor_BB = rest_BK.shape, factor_BB.contiguous()  # triangular solves give it column by column
     q_BK, error_BK = (torch.empty(n, k, dtype=torch.float32, device=rest_BK.device) for _ in range(2))
     scale_BK, zero_BK, format_of = _format(scales, n)
     with torch.cuda.device(rest_BK.device):
