@@ -111,8 +111,8 @@ def prune_model(
         companions = None if out is None else companions_of(found.name, found.tokenizer, found.files)
         source = open_source(found, plan, samples, recorded, method, out, device, resume, log)
     try:
-        if companions and companions.left_out:
-            log.note(companions.note())
+        if companions and (left_out := companions.note()):
+            log.note(left_out)
         if hint := half_precision_hint(plan, recipe.dtype, device):
             log.note(hint)
         log.say_notes()
@@ -125,7 +125,7 @@ def prune_model(
         source.stop()
     recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
     recorded |= {**described(calibration, len(samples)), "seqlen": max(sample.numel() for sample in samples)}
-    facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions.left_out if companions else ()}
+    facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions and companions.left_out + companions.outdated or ()}
     report = outcome(rows, source.zeros(rows), recorded, log, **facts)
     if out is not None:
         with log.phase("save"):

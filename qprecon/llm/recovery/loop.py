@@ -113,8 +113,8 @@ def recover(
         "checkpointing": done.fit.checkpointing, "device": str(device),
     }  # fmt: skip
     beside = None if out is None else companions_of(pair.name, pair.tokenizer)
-    if beside and beside.left_out:
-        log.note(beside.note())
+    if beside and (left_out := beside.note()):
+        log.note(left_out)
     report = _report(task, done, recorded, pruned_with(model), log)
     if out is not None:
         with log.phase("save"), log.library_bars():
