@@ -96,7 +96,7 @@ def writing(path: str | Path, *also: type[Exception]) -> Iterator[None]:
 def write_text(path: str | Path, text: str) -> Path:
     """Write a UTF-8 file, which is there complete or as it was before. OSError, naming it, where that cannot be done."""
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(temporary(path.name))
     try:
         with writing(path):
             partial.write_text(text, encoding="utf-8")
@@ -105,6 +105,11 @@ def write_text(path: str | Path, text: str) -> Path:
         partial.unlink(missing_ok=True)
         raise
     return path
+
+
+def temporary(name: str) -> str:
+    """What a file is called until it is complete."""
+    return f".{name}.partial"
 
 
 def check_file(path: str | Path, kind: Kind) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 # What Python tells an audit hook of changes to a file system; event -> its name. A file is opened for writing with "open".
-_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.copyfile", "shutil.rmtree", "os.link", "os.symlink"}
+_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.copyfile", "shutil.rmtree"}
 
 
 @contextmanager

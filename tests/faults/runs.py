@@ -185,7 +185,8 @@ def _lasting(report: bytes, out: Path) -> bytes:
     for row in data["layers"]:
         for key in [key for key in row if key.endswith("seconds")]:
             row.pop(key)
-    data["settings"].pop("out", None)
+    for key in ("out", "store"):
+        data["settings"].pop(key, None)
     return json.dumps(data, sort_keys=True).encode()
 
 
@@ -215,4 +216,5 @@ class Tally:
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON."""
-        return {"seed": self.seed, "seconds": round(self.seconds), "counts": dict(sorted(self.counts.items())), "faults": self.faults}
+        counts = dict(sorted(self.counts.items()))
+        return {"seed": self.seed, "seconds": round(self.seconds), "counts": counts, "faults": self.faults}

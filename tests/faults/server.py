@@ -11,6 +11,7 @@ child that a signal ended has minus its number.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -54,14 +56,20 @@ def _load() -> None:
 
 
 def _start(job: dict[str, Any]) -> dict[str, int]:
+    """It has begun when it takes signals: what comes before is Python's and this server's."""
     sys.stdout.flush()
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os._exit(_child(job))
+        os.close(reader)
+        os._exit(_child(job, writer))
+    os.close(writer)
+    os.read(reader, 1)  # or its end, where the child ended before
+    os.close(reader)
     return {"pid": pid}
 
 
-def _child(job: dict[str, Any]) -> int:
+def _child(job: dict[str, Any], begun: int) -> int:
     code = 1
     try:
         os.setpgid(0, 0)
@@ -77,6 +85,15 @@ def _child(job: dict[str, Any]) -> int:
 
         from . import inject
 
+        usual = cli.signals_raise
+
+        @contextlib.contextmanager
+        def signals_raise(to_the_end: bool) -> Iterator[None]:
+            with usual(to_the_end):
+                os.close(begun)
+                yield
+
+        cli.signals_raise = signals_raise
         with inject.fault(job.get("fault")):
             code = cli.main()
             threading._shutdown()  # as Python does when it ends: threads of pools are waited for
