@@ -20,6 +20,7 @@ from .problem import ColumnQP
 from .registry import available_backends
 from .solution import Provenance, Solution, Timing
 from .status import Status
+from .stored import Rounded
 from .verdict import Audit
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "PreparedHessian",
     "Provenance",
     "ReducedForm",
+    "Rounded",
     "Solution",
     "Status",
     "Timing",

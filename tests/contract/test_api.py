@@ -157,6 +157,8 @@ def test_public_functions_work_twice_after_importing_everything() -> None:
         prepared = qprecon.prepare(arguments["H"], damping=0.01)
         audit = prepared.audit(arguments["W"], arguments["mask"], solution.weights)
         assert isinstance(prepared, qprecon.PreparedHessian) and isinstance(audit, qprecon.Audit)
+        rounded = prepared.round(arguments["W"], arguments["mask"], solution, "bf16")
+        assert isinstance(rounded, qprecon.Rounded) and isinstance(rounded, qprecon.Audit)
         assert "cholesky" in qprecon.available_backends()
         for name in qprecon.__all__:
             value = getattr(qprecon, name)
@@ -164,7 +166,7 @@ def test_public_functions_work_twice_after_importing_everything() -> None:
                 with pytest.raises(value, match="told"):
                     raise value("told")
     called = {"solve", "prepare", "PreparedHessian", "Audit", "ColumnQP", "box_form", "BoxForm", "reduced_form", "ReducedForm"}
-    called |= {"available_backends", "Solution", "Timing", "Provenance", "Status", "llm"}
+    called |= {"available_backends", "Rounded", "Solution", "Timing", "Provenance", "Status", "llm"}
     errors = {name for name in qprecon.__all__ if name.endswith("Error")}
     assert set(qprecon.__all__) == called | errors, "a public name that this test does not use"
 

@@ -24,7 +24,8 @@ from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import outcome
 from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.options import takes
-from qprecon.llm.settings.recipe import Recipe, as_recipe
+from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.settings.words import as_recipe
 from qprecon.llm.storage.beside import tidy
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.output import check_output, check_writable, complete_folder, save_model

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from .llm.toy_text import toy_llama, toy_tokenizer, words
+from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
