@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import qprecon
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
-from ._parser import Parser
+from ._oneline import Parser
 from ._stop import Terminated, signals_raise
 
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
