@@ -46,8 +46,8 @@ class Recipe:
     )  # fmt: skip
     preset: str = option(
         "fast",
-        "defaults for what is not said: fast, balanced (order, drift=0.5, residual=0.5, token_weights=0.5, output_weights=0.5, allocation=loss), "
-        "best (with the mask alps too)",
+        "defaults for what is not said: fast, balanced (order, drift=0.5, residual=0.5, token_weights=0.5, "
+        "output_weights=0.5, allocation=loss), best (with the mask alps too)",
         AMOUNT, choices=tuple(PRESETS),
     )  # fmt: skip
     mask: str = option(

@@ -51,7 +51,8 @@ class LossGradients:
     squares: the mean over outputs of (∂loss/∂y_t)² for each token, float32 (all tokens,). energies: Σ over tokens of squares·x_t²,
     float32 (N,): how much the loss depends on the weights of an input. costs: how many weights have a w²·energy in each of
     `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). outputs:
-    the mean over tokens of (∂loss/∂y_k)² for each output, float32 (K,). All on the host. sizes: how many tokens each sample has. Layers of experts, which not all tokens reach, are left out.
+    the mean over tokens of (∂loss/∂y_k)² for each output, float32 (K,). All on the host. sizes: how many tokens each sample has.
+    Layers of experts, which not all tokens reach, are left out.
     """
 
     sizes: list[int] = field(default_factory=list)
