@@ -14,7 +14,9 @@ from .errors import (
     UnknownBackendError,
     UnsupportedError,
 )
+from .estimator import MaskedRidge, fit
 from .forms import BoxForm, ReducedForm, box_form, reduced_form
+from .moments import Moments, gram
 from .prepared import PreparedHessian, prepare, solve
 from .problem import ColumnQP
 from .registry import available_backends
@@ -31,6 +33,8 @@ __all__ = [
     "BackendNotInstalledError",
     "BoxForm",
     "ColumnQP",
+    "MaskedRidge",
+    "Moments",
     "NotOptimalError",
     "PreparedHessian",
     "Provenance",
@@ -43,6 +47,8 @@ __all__ = [
     "UnsupportedError",
     "available_backends",
     "box_form",
+    "fit",
+    "gram",
     "llm",
     "prepare",
     "reduced_form",

@@ -73,6 +73,16 @@ def test_the_example_of_one_layer_runs(capsys):
     assert names["solution"].weights.shape == (512, 256)
 
 
+def test_the_examples_of_regression_run():
+    names = {}
+    for code in blocks("regression.md", "python"):
+        exec(code, names)
+        assert names["solution"].optimal.all()
+    found = names["model"].coef_.T
+    assert (found[~names["mask"]] == 0).all() and abs(found - names["W_true"]).max() < 0.02
+    assert abs(names["model"].intercept_ - 3.0).max() < 0.02 and names["model"].solution_.optimal.all()
+
+
 def test_the_recipes_load(tmp_path):
     plain, staged = blocks("pruning.md", "yaml")
     (tmp_path / "recipe.yaml").write_text(plain)

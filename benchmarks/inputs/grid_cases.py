@@ -44,8 +44,6 @@ class GridCase:
         if self.method in JOINT:
             options = {"grid": self.grid, "group_size": self.group_size, **({"rank": self.rank} if self.rank else {})}
             return settings | {"mask": self.method, "mask_options": options, "update": "own"}
-        if self.pattern == "dense":
-            settings["mask"] = "magnitude"  # nothing goes, whatever the score is
         if self.rank:
             settings["adapter_rank"] = self.rank
         if self.grid == "bf16":

@@ -300,3 +300,37 @@ def test_an_objective_below_zero_is_shown_as_it_is() -> None:
     audit = qprecon.prepare(h_NN).audit(ones_NK, ones_NK, 0.0 * ones_NK)
     assert audit.objective[0] == -20.0 * e
     assert audit.relative_gap[0] > 1e-4
+
+
+def notice_of_rounding(solution: qprecon.Solution) -> int:
+    """How many columns the notice names, 0 without one."""
+    found = [notice for notice in solution.notices if "tokens" in notice]
+    assert all(notice in solution.summary() for notice in found)
+    return int(found[0].split()[0]) if found else 0
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "widened"])
+@pytest.mark.parametrize("large", [1.0, 1e3])
+def test_certified_by_rounding_alone_is_said(kind: str, large: float) -> None:
+    """Fewer tokens than kept inputs: where float32 happens to make H definite, every certified column is named, and no other."""
+    named = 0
+    for seed in range(60):
+        x_TN = tokens((30, 32), large, seed)
+        h = x_TN.T @ x_TN
+        h = torch.from_numpy(h) if kind == "torch" else h.astype(np.float64) if kind == "widened" else h
+        w_NK, mask_NK = np.random.default_rng(seed).standard_normal((32, 8)).astype(np.float32), np.ones((32, 8), dtype=bool)
+        mask_NK[:1], mask_NK[1:12, 4:] = False, False  # 31 kept inputs, and 20
+        solution = qprecon.solve(h, torch.from_numpy(w_NK) if kind == "torch" else w_NK, mask_NK, "cholesky")
+        expected = int(solution.optimal[:4].sum())
+        assert notice_of_rounding(solution) == expected
+        assert solution.optimal[4:].all()
+        named += expected
+    assert named >= 4
+
+
+@pytest.mark.parametrize("given", [{"damping": 0.01}, {"damping": 1e-4}, {"count": 200}])
+def test_no_notice_where_h_is_known(given: dict[str, Any]) -> None:
+    """With damping, or with more tokens than inputs."""
+    x_TN = tokens((given.pop("count", 30), 32))
+    w_NK, mask_NK = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32), three_of_four(32, 8)
+    assert qprecon.solve(x_TN.T @ x_TN, w_NK, mask_NK, **given).notices == ()

@@ -49,7 +49,7 @@ def prune_blocks(
         with log.phase("capture"):
             statistics = _statistics(source, method, samples, store)
             refinement = Refinement(method, statistics) if method.refine != "none" else None
-        if method.token_weights or isinstance(rule, ByLoss):
+        if method.token_weights or method.output_weights or isinstance(rule, ByLoss):
             with log.phase("gradients"):
                 log.step("gradients", 0)
                 statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log)
@@ -88,7 +88,8 @@ def _statistics(source: MemoryBlocks | DiskBlocks, method: Method, samples: list
     beside = bool(method.drift or method.residual or refined)
     inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None)
     on_dense = method.propagate == "dense"
-    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, method.token_weights)
+    powers = method.token_weights, method.output_weights
+    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, *powers)
 
 
 def _in_order(

@@ -24,11 +24,12 @@ from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
+from qprecon.llm.storage.beside import restore
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
 from qprecon.llm.storage.companions import Companions, find_companions
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import EXPLAINED, check_apart, partial_folder
+from qprecon.llm.storage.output import EXPLAINED, check_apart, claim_output, partial_folder
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -135,9 +136,9 @@ def open_source(
     another and `resume` is asked for.
     """
     if found.shards is None:
-        return MemoryBlocks(found.model, plan.blocks, device, log)
+        return MemoryBlocks(found.model, plan.blocks, device, log, claim_output(out) if out is not None else None)
     # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
-    of_all = settings["allocation"] != "uniform" or settings.get("token_weights")
+    of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
     fingerprint = {
         **versions(),
         "model files": found.shards.identity if of_all else found.shards.headers,
@@ -150,6 +151,7 @@ def open_source(
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
+    restore(out)
     source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
     for file in journal.damaged:
         log.note(f"{file} of the earlier run is damaged and is made again")

@@ -51,7 +51,8 @@ class Recipe:
     )  # fmt: skip
     preset: str = option(
         "fast",
-        "defaults for what is not said: fast, balanced (order, drift=0.5, token_weights=0.5), best (with the mask alps too)",
+        "defaults for what is not said: fast, balanced (order, drift=0.5, residual=0.5, token_weights=0.5, "
+        "output_weights=0.5, allocation=loss), best (with the mask alps too)",
         AMOUNT, choices=tuple(PRESETS),
     )  # fmt: skip
     mask: str = option(
@@ -107,6 +108,11 @@ class Recipe:
     token_weights: float = option(
         None,
         "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
+        CALIBRATION, least=0, metavar="POWER", default="0",
+    )  # fmt: skip
+    output_weights: float = option(
+        None,
+        "weigh a layer's outputs likewise where a mask compares them (alps, sparsegpt), to this power; 0 counts all alike",
         CALIBRATION, least=0, metavar="POWER", default="0",
     )  # fmt: skip
     refine: str = option(

@@ -44,7 +44,7 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no such recipe: {path}")
+        raise FileNotFoundError(f"no such recipe: {path}{files.near(path)}")
     try:
         data = from_yaml(files.read_text(path, files.YAML))
     except YAMLError as error:
