@@ -15,7 +15,7 @@ from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
-from qprecon.llm.pruning.measure import finished_rows, kept_masks
+from qprecon.llm.pruning.measure import finished_rows, kept_masks, kept_scales
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Plan
 from qprecon.llm.pruning.refine import WINDOWS, Refinement
@@ -71,7 +71,7 @@ def prune_blocks(
                                 refinement.after(module, index, [layer.view for layer in layers])
                     rows += (new := finished_rows(drafts))
                     log.add_rows(new)
-                    source.finish(index, new, kept_masks(drafts))
+                    source.finish(index, new, kept_masks(drafts), kept_scales(drafts))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if index < plan.last:
