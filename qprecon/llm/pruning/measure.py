@@ -14,12 +14,14 @@ import torch
 from qprecon.halves import has_fast_halves
 from qprecon.linalg import bfloat16_parts
 from qprecon.llm.masks.packed import pack
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.report import LayerRow
 
 if TYPE_CHECKING:
     import qprecon
     from qprecon.llm.pruning.method import Method
     from qprecon.llm.pruning.plan import LayerPlan
+    from qprecon.llm.pruning.update import Part
 
 _PANEL = 8192  # columns whose products exist at a time
 
@@ -48,12 +50,13 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Draft:
-    """A row whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite; float64 (7,).
+    """A row, or a part of one, whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite;
+    float64 (7,), sums over columns.
 
     mask: the bits of the mask that was used (`masks.packed`), if the method keeps them.
     """
 
-    layer: LayerPlan
+    part: Part
     facts: dict[str, Any]
     figures: torch.Tensor
     mask: torch.Tensor | None = None
@@ -61,14 +64,18 @@ class Draft:
 
     @property
     def width(self) -> int:
-        return self.layer.view.n_outputs
+        return self.part.width
+
+    @property
+    def name(self) -> str:
+        return self.part.view.name
 
     def timed(self, seconds: Seconds) -> Draft:
         return replace(self, seconds=seconds)
 
 
 def draft_rows(
-    layers: Sequence[LayerPlan],
+    parts: Sequence[Part],
     prepared: qprecon.PreparedHessian,
     tokens: int,
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
@@ -76,39 +83,75 @@ def draft_rows(
     method: Method,
     note: str = "",
 ) -> list[Draft]:
-    """A draft for each layer of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
+    """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
     dense_NK, mask_NK, new_NK, stored_NK = matrices
     energy = Energy(prepared.hessian.hessian_NN)
-    narrow = all(layer.view.parameter.dtype == torch.bfloat16 for layer in layers)
+    narrow = all(part.view.parameter.dtype == torch.bfloat16 for part in parts)
     figures = [energy(dense_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
-    for layer in layers:
-        columns = slice(first, first := first + layer.view.n_outputs)
+    for part in parts:
+        columns = slice(first, first := first + part.width)
         facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol)}
         if method.mask == "given":
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
         bits = pack(mask_NK[:, columns]) if method.keep_masks else None
-        drafts.append(Draft(layer, facts, figures_7K[:, columns].sum(1), bits))
+        drafts.append(Draft(part, facts, figures_7K[:, columns].sum(1), bits))
     return drafts
 
 
-def kept_masks(drafts: Sequence[Draft]) -> dict[str, torch.Tensor]:
-    """The packed masks of a block, layer -> bits; none unless the method keeps them."""
-    return {draft.layer.view.name: draft.mask for draft in drafts if draft.mask is not None}
+def kept_masks(drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> dict[str, torch.Tensor]:
+    """The packed masks of a block, layer -> bits, on every rank; none unless the method keeps them."""
+    if ranks.alone:
+        return {draft.name: draft.mask for draft in drafts if draft.mask is not None}
+    own = [(draft.name, draft.part.columns.start, draft.mask.cpu().numpy()) for draft in drafts if draft.mask is not None]
+    bits: dict[str, list[torch.Tensor]] = {}
+    for name, _, part in sorted((each for told in ranks.gathered(own) for each in told), key=lambda each: each[:2]):
+        bits.setdefault(name, []).append(torch.from_numpy(part))
+    return {name: torch.cat(parts) for name, parts in bits.items()}  # parts begin at whole bytes
 
 
-def finished_rows(drafts: Sequence[Draft]) -> list[LayerRow]:
-    """The rows of a block: one transfer. ValueError, naming the layer, where a new weight did not fit into its dtype."""
-    if not drafts:
-        return []
-    return [_row(draft, figures) for draft, figures in zip(drafts, torch.stack([d.figures for d in drafts]).tolist(), strict=True)]
+def finished_rows(layers: Sequence[LayerPlan], drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> list[LayerRow]:
+    """The rows of a block: one transfer. With several ranks, each of which has drafts of some columns: the same rows on all.
+
+    ValueError, naming the layer, where a new weight did not fit into its dtype.
+    """
+    figures = torch.stack([draft.figures for draft in drafts]).tolist() if drafts else []
+    own = [_Counted(d.name, d.facts, row, d.seconds) for d, row in zip(drafts, figures, strict=True)]
+    counted: dict[str, _Counted] = {}
+    for each in (each for told in ranks.gathered(own) for each in told):
+        counted[each.name] = counted[each.name].plus(each) if each.name in counted else each
+    by_name = {layer.view.name: layer for layer in layers}
+    order = [draft.name for draft in drafts] if ranks.alone else [name for name in by_name if name in counted]
+    return [_row(by_name[name], counted[name]) for name in order]
 
 
-def _row(draft: Draft, figures: list[float]) -> LayerRow:
-    dense, masked, updated, stored, zeros, kept, finite = figures
-    view, pattern, seconds = draft.layer.view, draft.layer.pattern, draft.seconds
+@dataclass(frozen=True)
+class _Counted:
+    """What is known of some columns of a layer; `figures` as a draft's."""
+
+    name: str
+    facts: dict[str, Any]
+    figures: list[float]
+    seconds: Seconds
+
+    def plus(self, other: _Counted) -> _Counted:
+        """Of these columns and some others."""
+        facts, more = dict(self.facts), other.facts
+        for name, joined in (("relative_gap", max), ("iterations", max), ("uncertified", sum), ("fallbacks", sum)):
+            if name in facts:
+                facts[name] = joined((facts[name], more[name]))
+        if "backend" in facts and more["backend"] not in facts["backend"].split(", "):
+            facts["backend"] += f", {more['backend']}"
+        figures = [mine + its for mine, its in zip(self.figures, other.figures, strict=True)]
+        seconds = [getattr(self.seconds, each.name) + getattr(other.seconds, each.name) for each in fields(Seconds)]
+        return _Counted(self.name, facts, figures, Seconds(*seconds))
+
+
+def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
+    dense, masked, updated, stored, zeros, kept, finite = counted.figures
+    view, pattern, seconds = layer.view, layer.pattern, counted.seconds
     if finite < view.n_outputs:
         raise ValueError(
             f"{view.name}: a new weight does not fit into {view.parameter.dtype}; load the model in bfloat16 or float32"
@@ -117,13 +160,13 @@ def _row(draft: Draft, figures: list[float]) -> LayerRow:
     masked, updated, stored = (max(value, 0.0) / dense if dense > 0 else 0.0 for value in (masked, updated, stored))
     row = LayerRow(
         name=view.name, n_inputs=view.n_inputs, n_outputs=view.n_outputs, pattern=str(pattern),
-        requested_sparsity=1 - kept / size if "pattern" in draft.facts else pattern.sparsity,
+        requested_sparsity=1 - kept / size if "pattern" in counted.facts else pattern.sparsity,
         reached_sparsity=zeros / size, zeros=int(zeros), tokens=0, error_masked=masked, error_updated=updated,
         error_stored=stored, rounding_excess=stored / updated - 1 if updated > 0 else stored,
         mask_seconds=seconds.mask, update_seconds=seconds.update, seconds=seconds.mask + seconds.update + seconds.measure,
         solve_seconds=seconds.solve, audit_seconds=seconds.audit,
     )  # fmt: skip
-    return replace(row, **draft.facts)
+    return replace(row, **counted.facts)
 
 
 def _energies(

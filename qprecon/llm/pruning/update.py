@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,35 @@ if TYPE_CHECKING:
     from qprecon.llm.pruning.plan import LayerPlan
 
 
+@dataclass(frozen=True)
+class Part:
+    """A layer, or some of its columns."""
+
+    layer: LayerPlan
+    columns: slice
+
+    @staticmethod
+    def whole(layer: LayerPlan) -> Part:
+        return Part(layer, slice(0, layer.view.n_outputs))
+
+    @property
+    def view(self) -> LinearView:
+        return self.layer.view
+
+    @property
+    def width(self) -> int:
+        return self.columns.stop - self.columns.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.width == self.view.n_outputs
+
+    @property
+    def taken(self) -> slice:
+        """The columns, as a slice that says whether they are all."""
+        return slice(None) if self.is_whole else self.columns
+
+
 def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPlan]]:
     """`layers` in groups that are pruned together: those that share H. An expert without a token is a group of its own."""
     groups: dict[Any, list[LayerPlan]] = {}
@@ -36,39 +66,57 @@ def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPl
 
 def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[Draft]:
     """Prune the layers of one group in place (the paper's Algorithm 1, inner loop); their rows, still to be fetched."""
-    clock = [time.perf_counter()]
-    views = [layer.view for layer in layers]
-    prepared, tokens = qprecon.prepare(grams.hessian(views[0]), damping=method.damping), grams.tokens(views[0])
-    asked = asked_weights(views, grams, method.drift, method.residual, method.damping)
-    grams.forget_targets(views[0])
-    dense_NK, selection, note = choose_masks(layers, asked, prepared, tokens, method)
+    return prune_parts([Part.whole(layer) for layer in layers], grams, method)
+
+
+def prune_parts(
+    parts: Sequence[Part], grams: BlockGrams, method: Method, prepared: qprecon.PreparedHessian | None = None
+) -> list[Draft]:
+    """Prune layers that share H, or some of their columns, in place. `prepared`: their H, where other parts need it too."""
+    clock, last = [time.perf_counter()], prepared is None
+    views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
+    prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping)
+    taken = [part.taken for part in parts]
+    asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
+    if last:
+        grams.forget_targets(views[0])
+    dense_NK, selection, note = choose_masks(parts, asked, prepared, tokens, method)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
-    prepared.release()
-    for view, columns in parts(views):
-        view.write(new_NK[:, columns])
+    if last:
+        prepared.release()
+    for part, columns in placed(parts):
+        part.view.write(new_NK[:, columns], part.taken)
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
     exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
-    stored_NK = new_NK if exact else _beside([view.weights_NK() for view in views])
-    drafts = draft_rows(layers, prepared, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
+    stored_NK = new_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
+    drafts = draft_rows(parts, prepared, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]
 
 
 def choose_masks(
-    layers: Sequence[LayerPlan], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method
+    parts: Sequence[Part], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method
 ) -> tuple[torch.Tensor, Selection, str]:
-    """The given weights and the selection of all layers side by side, and a note where another rule had to be taken."""
+    """The given weights and the selection of all parts side by side, and a note where another rule had to be taken."""
     chosen = []
-    for layer, part in zip(layers, weights, strict=True):
-        data = LayerData(layer.view.name, part, prepared.hessian.hessian_NN, tokens, prepared)
-        chosen.append(choose_mask(data, layer.pattern, method))
+    for part, weights_NK in zip(parts, weights, strict=True):
+        known = not part.is_whole and is_known(method)
+        data_NK = part.view.weights_NK() if known else weights_NK
+        data = LayerData(part.view.name, data_NK, prepared.hessian.hessian_NN, tokens, prepared)
+        selection, note = choose_mask(data, part.layer.pattern, method)
+        chosen.append((Selection(selection.mask_NK[:, part.columns]), note) if known else (selection, note))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
     return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]
+
+
+def is_known(method: Method) -> bool:
+    """Whether masks of whole layers are at hand: given, or learned before."""
+    return method.mask == "given" or method.learned_masks is not None
 
 
 def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Selection, str]:
@@ -115,12 +163,12 @@ def _clipped(weights_NK: torch.Tensor, method: Method) -> torch.Tensor:
     return weights_NK if bounds == (None, None) else weights_NK.clamp(*bounds)
 
 
-def parts(views: Sequence[LinearView]) -> Iterator[tuple[LinearView, slice]]:
-    """Each view with its columns in the matrices of the group."""
+def placed(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:
+    """Each part with its columns in the matrices of the group."""
     first = 0
-    for view in views:
-        yield view, slice(first, first + view.n_outputs)
-        first += view.n_outputs
+    for part in parts:
+        yield part, slice(first, first + part.width)
+        first += part.width
 
 
 def _beside(matrices: Sequence[torch.Tensor]) -> torch.Tensor:

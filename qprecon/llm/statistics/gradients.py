@@ -21,6 +21,9 @@ from qprecon.llm.calibration.replay import call_block, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.linears import LinearView
+from qprecon.llm.ranks.dealing import Share
+from qprecon.llm.ranks.group import Ranks
+from qprecon.llm.statistics.over_ranks import all_portions, all_windows
 
 TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, their weights are on the device together
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
@@ -51,22 +54,38 @@ class LossGradients:
     float32 (N,): how much the loss depends on the weights of an input. costs: how many weights have a w²·energy in each of
     `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). All on
     the host. sizes: how many tokens each sample has. Layers of experts, which not all tokens reach, are left out.
+
+    Where ranks have a `share` of the windows, sizes and squares are those of this rank's, energies and costs of all.
     """
 
     sizes: list[int] = field(default_factory=list)
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
     energies: dict[str, torch.Tensor] = field(default_factory=dict)
     costs: dict[str, torch.Tensor] = field(default_factory=dict)
+    ranks: Ranks = Ranks()
+    share: Share | None = None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What is needed to make the same again: `of` these and the inputs."""
-        return {f"{kind} {name}": each for kind in _KINDS for name, each in getattr(self, kind).items()}
+    def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """What is needed to make the same again, also by another number of ranks: `of` these and the inputs.
+
+        device: where ranks exchange what each has; all of them must call this.
+        """
+        squares = self.squares
+        if self.share is not None and squares:
+            names, own = list(squares), torch.stack(list(squares.values()))
+            whole = all_windows(own, self.share, self.ranks, device)
+            squares = dict(zip(names, whole.cpu(), strict=True))
+        kinds = {"squares": squares, "energies": self.energies, "costs": self.costs}
+        return {f"{kind} {name}": each for kind in _KINDS for name, each in kinds[kind].items()}
 
     @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor], inputs: BlockInputs) -> LossGradients:
-        gradients = LossGradients(_sizes(inputs))
+    def of(tensors: Mapping[str, torch.Tensor], inputs: BlockInputs, ranks: Ranks = Ranks()) -> LossGradients:
+        gradients = LossGradients(_sizes(inputs), ranks=ranks, share=inputs.share)
         for key, each in tensors.items():
             kind, _, name = key.partition(" ")
+            if kind == "squares" and inputs.share is not None:
+                parts = each.split(list(inputs.share.lengths))
+                each = torch.cat([parts[number] for number in inputs.share.numbers])
             getattr(gradients, kind)[name] = each
         return gradients
 
@@ -78,26 +97,43 @@ class LossGradients:
         """
         known = [view for view in group if view.name in self.squares]
         sums = [self.squares[view.name].to(device) * view.n_outputs for view in known]
-        if not sums or float(torch.stack(sums).max()) == 0:
+        if not sums:
+            return {}
+        total = sum(sums[1:], sums[0])
+        mean = self._mean(total)
+        if float(mean) == 0:
             return {}
         # Squared gradients may be far below what a power of them in float32 can bear: scaled first.
-        total = sum(sums[1:], sums[0])
-        weights = (total / total.mean(dtype=torch.float64)).pow(power)
-        weights = (weights / weights.mean(dtype=torch.float64)).float()
+        weights = (total / mean).pow(power)
+        weights = (weights / self._mean(weights)).float()
         return dict.fromkeys([view.name for view in known], list(weights.split(self.sizes)))
+
+    def _mean(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Over all tokens, float64; of all ranks, window by window, where each has some."""
+        if self.share is None:
+            return values_T.mean(dtype=torch.float64)
+        share = self.share
+        parts = values_T.split([share.lengths[number] for number in share.numbers])
+        own = zip(share.numbers, () if share.spare else parts, strict=not share.spare)
+        sums = {number: float(part.sum(dtype=torch.float64)) for number, part in own}
+        known = {number: value for each in self.ranks.gathered(sums) for number, value in each.items()}
+        mean = sum(known[number] for number in sorted(known)) / sum(share.lengths)
+        return torch.tensor(mean, dtype=torch.float64, device=values_T.device)
 
 
 def loss_gradients(
-    source: Source, layers: Sequence[Sequence[LinearView]], inputs: BlockInputs, windows: Sequence[torch.Tensor]
-) -> LossGradients:
+    source: Source, layers: Sequence[Sequence[LinearView]], inputs: BlockInputs, windows: Sequence[torch.Tensor],
+    ranks: Ranks = Ranks(),
+) -> LossGradients:  # fmt: skip
     """Squared gradients of the summed next-token loss of the dense model at the outputs of `layers` (those of each block).
 
-    `inputs` are those of the first block, made of the `windows`, each (T,); they stay as they are. ValueError, naming the block,
+    `inputs` are those of the first block, made of the `windows`, each (T,); they stay as they are. `ranks`: who has the other
+    windows, where the inputs are a share. ValueError, naming the block,
     for a gradient that is not finite; MemoryError where the host's memory cannot hold what is to be kept.
     """
     kept, last, containers = _forward(source, inputs)
-    gradients = LossGradients(_sizes(inputs))
-    found = _Found(gradients)
+    gradients = LossGradients(_sizes(inputs), ranks=ranks, share=inputs.share)
+    found = _Found(gradients, inputs)
     following = _head_gradients(source, last, windows, containers, inputs)
     first_wanted = next(index for index, views in enumerate(layers) if views)
     starts = [first for first in sorted(kept, reverse=True) if first + TOGETHER > first_wanted]
@@ -110,6 +146,7 @@ def loss_gradients(
             stack.enter_context(found.observed(modules, [view for index in indices for view in layers[index]]))
             finite = []
             for sample, hidden in enumerate(kept.pop(first)):
+                found.begin_sample(sample)
                 gradient = _backward(modules, indices, hidden, following[sample], inputs, sample)
                 finite.append(gradient.isfinite().all())  # before it is on its way to the host
                 following[sample] = stored(gradient, inputs.store)
@@ -203,7 +240,10 @@ class _Found:
     """Gradients at the outputs of some blocks' layers as they come up, sample by sample."""
 
     gradients: LossGradients
+    inputs: BlockInputs
     parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    energies: list[dict[str, torch.Tensor]] = field(default_factory=lambda: [{}])  # of each portion of this rank's windows
+    portion: int = 0
 
     @contextmanager
     def observed(self, modules: Sequence[nn.Module], views: Sequence[LinearView]) -> Iterator[None]:
@@ -233,16 +273,27 @@ class _Found:
         squares_T = gradient.float().square().mean(-1).reshape(-1)
         self.parts.setdefault(view.name, []).append(squares_T)
         energy_N = squares_T @ x.reshape(len(squares_T), -1).float().square()
-        known_N = self.gradients.energies.get(view.name)
-        self.gradients.energies[view.name] = energy_N if known_N is None else known_N + energy_N
+        energies = self.energies[self.portion]
+        known_N = energies.get(view.name)
+        energies[view.name] = energy_N if known_N is None else known_N + energy_N
+
+    def begin_sample(self, sample: int) -> None:
+        self.portion = next((at for at, samples in enumerate(self.inputs.portions) if sample in samples), 0)
+        self.energies += [{} for _ in range(self.portion + 1 - len(self.energies))]
 
     def end_blocks(self, views: Mapping[str, LinearView]) -> None:
         """Keep what belongs to each token once: not of a layer that is called twice, or for other rows than the tokens."""
-        for name, parts in self.parts.items():
-            if [len(part) for part in parts] == self.gradients.sizes:
-                energy_N = self.gradients.energies[name]
-                self.gradients.squares[name], self.gradients.energies[name] = torch.cat(parts).cpu(), energy_N.cpu()
-                self.gradients.costs[name] = cost_counts(views[name].weights_NK(), energy_N)
-            else:
-                self.gradients.energies.pop(name, None)
+        gradients, share = self.gradients, self.gradients.share
+        whole = {name: parts for name, parts in self.parts.items() if [len(part) for part in parts] == gradients.sizes}
+        if share is None:
+            energies = self.energies[0]
+        else:
+            agreed = set.intersection(*gradients.ranks.gathered(set(whole)))
+            whole = {name: parts for name, parts in whole.items() if name in agreed}
+            sizes = {name: views[name].n_inputs for name in whole}
+            energies = all_portions(self.energies, sizes, share, gradients.ranks, self.inputs.device)
+        for name, parts in whole.items():
+            gradients.squares[name], gradients.energies[name] = torch.cat(parts).cpu(), energies[name].cpu()
+            gradients.costs[name] = cost_counts(views[name].weights_NK(), energies[name])
         self.parts.clear()
+        self.energies = [{}]

@@ -137,6 +137,6 @@ def test_what_does_not_fit_the_host_is_said_before(monkeypatch):
 def test_what_is_kept_gives_the_same_again():
     model, samples = build("llama"), list(tokens(2))
     found, inputs, _ = gradients_of(model, samples)
-    again = LossGradients.of(found.tensors(), inputs)
+    again = LossGradients.of(found.tensors(inputs.device), inputs)
     assert again.sizes == found.sizes and again.squares.keys() == found.squares.keys()
     assert all(torch.equal(again.energies[name], found.energies[name]) for name in found.energies)
