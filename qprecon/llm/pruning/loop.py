@@ -83,10 +83,11 @@ def prune_model(
         RankError: another rank has failed or does not answer; it is named.
     """
     assert isinstance(device, torch.device)  # chosen by `on_its_device`
-    recipe = as_recipe(recipe, settings)
-    if save_masks and out is None:
-        raise ValueError("save_masks writes them into `out`, and there is none: give out=…")
-    with joined(recipe.fixed_order, rank_timeout) as ranks:
+    with joined(rank_timeout) as ranks:
+        recipe = as_recipe(recipe, settings)
+        if save_masks and out is None:
+            raise ValueError("save_masks writes them into `out`, and there is none: give out=…")
+        ranks = replace(ranks, fixed=recipe.fixed_order)
         log = RunLog(progress if ranks.first else False, notes=recipe.without_effect())
         return _pruned(model, calibration, recipe, tokenizer, _Where(out, device, store, resume, save_masks), log, ranks)
 

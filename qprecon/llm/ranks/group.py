@@ -121,18 +121,18 @@ class Ranks:
 
 
 @contextmanager
-def joined(fixed: bool = False, timeout: float = TIMEOUT) -> Iterator[Ranks]:
+def joined(timeout: float = TIMEOUT) -> Iterator[Ranks]:
     """The ranks of torch's default process group, if there is one of several processes; else this process alone.
 
     An error in the body ends the run on all ranks: it stays as it is on the first rank that has one, the others raise RankError,
     which names that rank, at their next meeting.
     """
     if not several():
-        yield Ranks(fixed=fixed)
+        yield Ranks()
         return
     meeting = Meeting.of_process(timeout)
     try:
-        yield Ranks(meeting.rank, meeting.size, fixed, meeting)
+        yield Ranks(meeting.rank, meeting.size, meeting=meeting)
     except RankError:
         raise
     except BaseException as error:
