@@ -15,7 +15,7 @@ import qprecon
 from qprecon.errors import RankError
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
-from ._launch import is_silent, launched_rank
+from ._launch import is_grouped, is_silent, launched_rank
 from ._stop import Terminated, signals_raise
 
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if parsed.traceback or not _is_bad_input(error):
             raise
-        rank = launched_rank()
-        who = "" if rank is None else f"rank {rank}: "
-        print(f"qprecon {parsed.command}: error: {who}{' '.join(str(error).split())}", file=sys.stderr)
+        who = f"rank {launched_rank()}: " if is_grouped() and launched_rank() is not None else ""
+        if is_grouped() or not is_silent():
+            print(f"qprecon {parsed.command}: error: {who}{' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,12 @@ def launched_rank() -> int | None:
 def is_silent() -> bool:
     """Whether another process says what there is to say."""
     return bool(launched_rank())
+
+
+def is_grouped() -> bool:
+    """Whether the processes have met; before that an error is in what all of them were given."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 @contextmanager

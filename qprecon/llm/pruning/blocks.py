@@ -62,19 +62,20 @@ def prune_blocks(
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
                 if index >= source.finished:
-                    drafts = []
+                    pruned, drafts = [], []
                     for layers in _in_order(statistics, module, index, plan.layers[index]):
                         with log.phase("gram"):
                             log.step(block.name, 0)
                             room = partial(with_room, statistics, log.note, block.name)
                             grams = statistics.collect(module, index, [layer.view for layer in layers], room)
                         for group, own in prune_groups(grouped(layers, grams), grams, method, ranks):
+                            pruned += group
                             drafts += own
                             log.step(block.name, len(group), layer=group[-1].view.name)
                         if refinement is not None:
                             with log.phase("refine"):
                                 refinement.after(module, index, [layer.view for layer in layers])
-                    rows += (new := finished_rows(plan.layers[index], drafts, ranks))
+                    rows += (new := finished_rows(pruned, drafts, ranks))
                     log.add_parts(draft.seconds for draft in drafts)
                     source.finish(index, new, kept_masks(drafts, ranks))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])

@@ -113,7 +113,7 @@ def kept_masks(drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> dict[str, tor
 
 
 def finished_rows(layers: Sequence[LayerPlan], drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> list[LayerRow]:
-    """The rows of a block: one transfer. With several ranks, each of which has drafts of some columns: the same rows on all.
+    """The rows of a block's layers: one transfer. With several ranks, which have drafts of some columns each: the same on all.
 
     ValueError, naming the layer, where a new weight did not fit into its dtype.
     """
@@ -122,9 +122,7 @@ def finished_rows(layers: Sequence[LayerPlan], drafts: Sequence[Draft], ranks: R
     counted: dict[str, _Counted] = {}
     for each in (each for told in ranks.gathered(own) for each in told):
         counted[each.name] = counted[each.name].plus(each) if each.name in counted else each
-    by_name = {layer.view.name: layer for layer in layers}
-    order = [draft.name for draft in drafts] if ranks.alone else [name for name in by_name if name in counted]
-    return [_row(by_name[name], counted[name]) for name in order]
+    return [_row(layer, counted[layer.view.name]) for layer in layers]
 
 
 @dataclass(frozen=True)
