@@ -14,12 +14,15 @@ from .errors import (
     UnknownBackendError,
     UnsupportedError,
 )
+from .estimator import MaskedRidge, fit
 from .forms import BoxForm, ReducedForm, box_form, reduced_form
+from .moments import Moments, gram
 from .prepared import PreparedHessian, prepare, solve
 from .problem import ColumnQP
 from .registry import available_backends
 from .solution import Provenance, Solution, Timing
 from .status import Status
+from .stored import Rounded
 from .verdict import Audit
 
 __version__ = "0.1.0"
@@ -30,10 +33,13 @@ __all__ = [
     "BackendNotInstalledError",
     "BoxForm",
     "ColumnQP",
+    "MaskedRidge",
+    "Moments",
     "NotOptimalError",
     "PreparedHessian",
     "Provenance",
     "ReducedForm",
+    "Rounded",
     "Solution",
     "Status",
     "Timing",
@@ -41,6 +47,8 @@ __all__ = [
     "UnsupportedError",
     "available_backends",
     "box_form",
+    "fit",
+    "gram",
     "llm",
     "prepare",
     "reduced_form",

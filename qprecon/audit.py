@@ -140,8 +140,6 @@ def _audit_piece(
     xp = namespace(gap_K)
     gap_K = xp.where(lost_K | (gap_K != gap_K), xp.full_like(gap_K, np.inf), gap_K)
     objective_K = value_K + constant_K
-    if g_NK is None:  # what is below zero by rounding alone is shown as zero
-        objective_K = xp.where(abs(value_K) <= rounding_K, xp.maximum(value_K, xp.zeros_like(value_K)), value_K)
     figures = (objective_K, gap_K, stationarity_K, _violation(problem, weights_NK, mask_NK, columns), value_K, rounding_K, mass_K)
     return tuple(to_numpy(figure) for figure in figures)
 

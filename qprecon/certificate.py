@@ -68,7 +68,7 @@ def certificate(hessian: Hessian) -> Certificate:
         raise _indefinite("an input has a zero on the diagonal and other entries beside it")
     facts: dict[str, Any] = {
         "root_N": diagonal_N**0.5,
-        "entry": _known_to(hessian.hessian_NN),
+        "entry": known_to(hessian.hessian_NN),
         "unit": float(power_of_two(np.asarray(trace / max(n, 1)))),
         "dead_N": dead_N if any_dead else None,
     }
@@ -113,8 +113,11 @@ def own_factor(block_II: np.ndarray) -> tuple[np.ndarray | None, float]:
     return cholesky(add_to_diagonal(block_II, -least * diagonal_I)), 1.34 * n / least
 
 
-def _known_to(hessian_NN: Array) -> float:
-    """``Certificate.entry``: by the dtype, or by the bits in use where float32 sums were widened (a mean of two takes one more)."""
+def known_to(hessian_NN: Array) -> float:
+    """ε with entry (i, j) of H known to ε √(H_ii H_jj).
+
+    By the dtype, or by the bits in use where float32 sums were widened (a mean of two takes one more).
+    """
     if dtype_name(hessian_NN) == "float32":
         return ENTRY * 2.0**-24
     bits_NN = hessian_NN.view(np.int64 if kind_of(hessian_NN) == "numpy" else namespace(hessian_NN).int64)

@@ -6,6 +6,7 @@ pointer, an HTML page, cut short, …). `open_text`, `read_text`, `read_json` an
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import lzma
@@ -17,6 +18,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -42,6 +44,8 @@ PICKLE = Kind("a file of torch.save", (sniff.ZIP, sniff.PICKLE))
 
 _COMPRESSED = {".gz": sniff.GZIP, ".zst": sniff.ZSTD, ".bz2": sniff.BZIP2, ".xz": sniff.XZ}
 _PACKED = tuple(_COMPRESSED.values())
+
+_LOOKED_AT = 1000  # names beside one that is not there
 
 # What the readers of files raise, beside classes of their own packages.
 _FAULTS = (
@@ -92,7 +96,7 @@ def writing(path: str | Path, *also: type[Exception]) -> Iterator[None]:
 def write_text(path: str | Path, text: str) -> Path:
     """Write a UTF-8 file, which is there complete or as it was before. OSError, naming it, where that cannot be done."""
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(temporary(path.name))
     try:
         with writing(path):
             partial.write_text(text, encoding="utf-8")
@@ -101,6 +105,11 @@ def write_text(path: str | Path, text: str) -> Path:
         partial.unlink(missing_ok=True)
         raise
     return path
+
+
+def temporary(name: str) -> str:
+    """What a file is called until it is complete."""
+    return f".{name}.partial"
 
 
 def check_file(path: str | Path, kind: Kind) -> None:
@@ -149,6 +158,17 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     with reading(path, NPZ, ValueError, KeyError, TypeError, SyntaxError, MemoryError):
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
+
+
+def near(path: str | Path) -> str:
+    """The end of a message that there is nothing of this name: what lies there under a similar one, if anything does."""
+    path = Path(path)
+    try:
+        names = [entry.name for entry in islice(os.scandir(path.parent), _LOOKED_AT)]
+    except (OSError, ValueError):
+        return ""
+    found = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"; did you mean {path.with_name(found[0])}?" if found else ""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
@@ -203,7 +223,7 @@ def _failed(path: str | Path, kind: Kind, error: OSError) -> OSError | BadFileEr
     if error.errno is None:
         return BadFileError(f"{path} {_fault(path, kind, error)}")
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return FileNotFoundError(f"no such file: {path}")
+        return FileNotFoundError(f"no such file: {path}{near(path)}")
     if isinstance(error, IsADirectoryError):
         return IsADirectoryError(f"{path} is a folder, where {kind.name} is wanted")
     if isinstance(error, PermissionError):

@@ -227,10 +227,9 @@ class Rows:
         """unit · scale, as a reader of the file computes it: in float32, then rounded."""
         return round_to_dtype(round_to_dtype(units_BK * self.scale_BK, "float32"), self.grid.scale_dtype)
 
-    def row(self, i: int) -> Rows:
-        """Row i alone, (1, K)."""
-        one = slice(i, i + 1)
-        return Rows(self.grid, self.scale_BK[one], None if self.zero_BK is None else self.zero_BK[one])
+    def part(self, some: Any) -> Rows:
+        """Some rows, chosen by a slice or by their numbers."""
+        return Rows(self.grid, self.scale_BK[some], None if self.zero_BK is None else self.zero_BK[some])
 
 
 def fit_scales(grid: Grid, w_NK: Array, shrink_GK: Array | float = 1.0) -> Fitted:

@@ -101,8 +101,9 @@ class Multiplier:
 def inverse(matrix_NN: Array) -> Array:
     """The inverse of a symmetric positive definite float32 matrix, which is used up; NaN if it is not definite numerically.
 
-    On a GPU R = L⁻¹ (A = LLᵀ) is made by halves, then RᵀR: 2 N³ flops in products. As accurate as Cholesky in float32 (the error of
-    A⁻¹ grows with the condition number alike): the blocks of L and R are bounded, unlike those of an inverse made block by block.
+    On a GPU R = L⁻¹ (A = LLᵀ) is made by halves, then RᵀR: 2 N³ flops in products. The error of A⁻¹ grows with the condition number
+    as that of Cholesky in float32 does, times what tensor cores' sums lose (they cut off where float32 rounds): the blocks of L and
+    R are bounded, unlike those of an inverse made block by block.
     """
     torch = namespace(matrix_NN)
     if not has_fast_halves(matrix_NN):

@@ -14,7 +14,7 @@ from .options import as_number
 
 ENTRY = 128.0
 """An H summed in float32 is off by at most ``ENTRY`` · 2⁻²⁴ · √(H_ii H_jj) in entry (i, j), one in float64 by 2⁻⁵³ of the same.
-On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/contract/test_certificate.py). An H100's
+On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/proof/test_certificate.py). An H100's
 tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens (tests/contract/test_gpu.py)."""
 
 _NOT_SEMIDEFINITE = (

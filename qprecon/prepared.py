@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from .choice import checked_dtype
+from .grids import Grid
 from .hessian import Hessian, check_damping, floating
 from .interop import Array, Place, from_core, place_of
 from .linalg import exact_float32
@@ -18,6 +19,7 @@ from .problem import ColumnQP
 from .shared import Shared
 from .solution import Solution
 from .solving import Request, run
+from .stored import Effort, Rounded, rounded
 from .verdict import Audit, audited
 
 
@@ -119,6 +121,39 @@ class PreparedHessian:
         shared = self._at(problem.place)
         with exact_float32(), shared.fitting_threads(problem.n_columns):
             return audited(problem, shared.certificate, floating(candidate, problem.place, "candidate"))
+
+    def round(
+        self,
+        W: Array,
+        mask: Array,
+        start: Array | Solution,
+        grid: str | Grid,
+        *,
+        rhs: Array | None = None,
+        constant: Array | None = None,
+        method: str = "sweep",
+        **effort: int,
+    ) -> Rounded:
+        """Weights on a grid (low-bit integers or floats) that cost as little as possible, with their certificate.
+
+        Args:
+            W, mask, rhs, constant: the problem, as in ``qprecon.solve``.
+            start: (N, K) real-valued weights for it, 0 where pruned, or their ``Solution``, whose bounds are then used.
+            grid: "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16" or "fp16", or a ``Grid`` with settings of its
+                own (``qprecon.grids.find_grid``).
+            method: "sweep", "descent" (no factorisation), "gptq", "gptq-start" or "nearest", see ``qprecon.stored``. The first
+                two are never worse than "nearest", in any column.
+            **effort: sweeps=2 (passes of descent in a row), refits=2 (of the scales), repeats=1 (of "sweep", with its own scales).
+
+        Returns:
+            Rounded: weights and scales; its gaps say how far these weights are from the best real-valued ones of the mask.
+
+        Raises:
+            ValueError: bad shapes or values (the argument is named), a group size that does not divide N, a start that is not 0
+                where pruned.
+        """
+        problem = self.problem(W, mask, rhs=rhs, constant=constant)
+        return rounded(self._at(problem.place), problem, start, grid, Effort(method, **effort))
 
     def problem(
         self,

@@ -7,7 +7,7 @@ Nobody knows the least value for sure; what is done here never makes f larger:
   r = b − Aq, since f is a parabola in q_i. Inputs are visited in order, all columns at once, in blocks of inputs: within a block r
   is kept up to date for the block's own rows, after it for all rows by one product. A sweep costs one product with A.
 - ``feedback``: the sweep of GPTQ (Frantar et al., arXiv 2210.17323) with the mask held: each input is rounded, and the later ones
-  take over its error through the inverse factor. Not monotone in f; a second place to start the descent from.
+  take over its error through the inverse factor. Not monotone in f; the better place to start the descent from.
 - ``search_scales``: which share of a group's largest weight its scale stands for, by the error weighted with diag A.
 - ``refit_scales``: for fixed codes f is a parabola in each scale as well: its vertex, group by group, where that makes f smaller.
 
@@ -24,6 +24,7 @@ from typing import Any
 from . import sweep
 from .grids import Fitted, Grid, Rows, fit_scales, stored_scales
 from .interop import Array, dtype_name, kind_of, namespace
+from .linalg import subtract_product
 
 BLOCK = 64  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
 _PANEL = 8  # blocks between two updates of all of r
@@ -44,7 +45,7 @@ def descend(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Arra
     """
     q_NK, r_NK, mask_NK, n = _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
     blocks = _blocks(fitted.grid, n)
-    block = _kernel(q_NK) or _descend_block
+    block = _kernel(q_NK, "descend_block") or _descend_block
     for _ in range(sweeps):
         moved = q_NK[:0].sum()
         # r is updated within a panel of some blocks after each, and everywhere after a panel: each update reads and writes r
@@ -75,7 +76,7 @@ def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK:
         free_K = mask_BK[i] & (curvature > 0)
         q_1K = q_BK[i : i + 1]
         aim_1K = q_1K + r_BK[i : i + 1] / xp.where(curvature > 0, curvature, xp.ones_like(curvature))
-        step_K = (scales.row(i).nearest(aim_1K) - q_1K)[0]
+        step_K = (scales.part(slice(i, i + 1)).nearest(aim_1K) - q_1K)[0]
         falls_K = step_K * (step_K * curvature - 2.0 * r_BK[i]) < 0  # rounding could otherwise move a weight for nothing
         step_K = xp.where(free_K & falls_K, step_K, xp.zeros_like(step_K))
         change_BK[i] = step_K
@@ -84,29 +85,44 @@ def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK:
     return change_BK
 
 
-def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array) -> Array:
+def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array, order_N: Array | None = None) -> Array:
     """GPTQ's sweep with the mask held: q on the grid, (N, K).
 
+    From the minimiser of f without a mask, A⁻¹b (the dense weights for the default right-hand side), it is the published one, which
+    also makes up for what the mask took. From the best weights of the mask it makes up for the grid alone, and costs far less.
+
     Args:
-        factor_NN: U, upper triangular, with UᵀU = A⁻¹.
+        factor_NN: U, upper triangular, with UᵀU = A⁻¹; with an order, that of A with its inputs in this order.
         fitted: the grid and its scales.
-        w_NK: the minimiser of f without a mask, A⁻¹b: the dense weights for the default right-hand side.
+        w_NK: where the sweep begins.
         mask_NK: True = kept.
+        order_N: the numbers of the inputs in the order of the sweep; unless given, as they are. Groups stay what they are.
     """
-    xp = namespace(w_NK)
-    rest_NK, q_NK = _copy(w_NK), xp.zeros_like(w_NK)
+    n, scales = len(w_NK), _rows_of(fitted, slice(0, len(w_NK)))
+    if order_N is not None:
+        w_NK, mask_NK, scales = w_NK[order_N], mask_NK[order_N], scales.part(order_N)
+    rest_NK, mask_NK, q_NK = _copy(w_NK), _in_rows(mask_NK), namespace(w_NK).zeros_like(w_NK)
+    block = _kernel(rest_NK, "feedback_block") or _feedback_block
+    for rows in sweep.blocks_of(n, BLOCK):
+        q_NK[rows], error_BK = block(factor_NN[rows, rows], scales.part(rows), rest_NK[rows], mask_NK[rows])
+        if rows.stop < n:
+            subtract_product(rest_NK[rows.stop :], factor_NN[rows, rows.stop :].T, error_BK)
+    if order_N is None:
+        return q_NK
+    back_NK = namespace(q_NK).zeros_like(q_NK)
+    back_NK[order_N] = q_NK
+    return back_NK
 
-    def begin(rows: slice) -> sweep.Error:
-        scales, kept_BK, q_BK = _rows_of(fitted, rows), mask_NK[rows], q_NK[rows]
 
-        def project(row_K: Array, i: int) -> Array:
-            q_BK[i] = xp.where(kept_BK[i], scales.row(i).nearest(row_K[None, :])[0], xp.zeros_like(row_K))
-            return q_BK[i]
+def _feedback_block(factor_BB: Array, scales: Rows, rest_BK: Array, mask_BK: Array) -> tuple[Array, Array]:
+    """The block's weights on the grid, and what they were changed by over U_ii, both (B, K)."""
+    xp, q_BK = namespace(rest_BK), namespace(rest_BK).zeros_like(rest_BK)
 
-        return sweep.error_of(project, factor_NN[rows, rows])
+    def project(row_K: Array, i: int) -> Array:
+        q_BK[i] = xp.where(mask_BK[i], scales.part(slice(i, i + 1)).nearest(row_K[None, :])[0], xp.zeros_like(row_K))
+        return q_BK[i]
 
-    sweep.sweep(rest_NK, factor_NN, _blocks(fitted.grid, len(w_NK)), begin)
-    return q_NK
+    return q_BK, sweep.within(_copy(rest_BK), factor_BB, sweep.error_of(project, factor_BB))
 
 
 def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
@@ -160,13 +176,13 @@ def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple
     return replace(fitted, scale_GK=scale_GK), q_NK, r_NK
 
 
-def _kernel(q_NK: Array) -> Any:
-    """The block's descent as one kernel, for float32 on a GPU with Triton; None elsewhere."""
+def _kernel(q_NK: Array, name: str) -> Any:
+    """A block's descent or sweep as one kernel, for float32 on a GPU with Triton; None elsewhere."""
     if kind_of(q_NK) != "torch" or q_NK.device.type != "cuda" or dtype_name(q_NK) != "float32":
         return None
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("qprecon.backends._descent").descend_block
+    return getattr(importlib.import_module("qprecon.backends._descent"), name)
 
 
 def _blocks(grid: Grid, n: int) -> list[slice]:
@@ -197,7 +213,7 @@ class _Unscaled(Rows):
     def nearest(self, w_BK: Array) -> Array:
         return w_BK if self.grid.unit is None else self.grid.unit.nearest(w_BK)
 
-    def row(self, i: int) -> Rows:
+    def part(self, some: Any) -> Rows:
         return self
 
 

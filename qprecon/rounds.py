@@ -191,7 +191,8 @@ def _run(
         raise BackendBrokenError(
             f"backend {name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, not {tuple(given.start_NK.shape)}"
         )
-    answer_NK = problem.clip(scale.unscale_weights(back_to(raw.weights_NK, chunk.weights_NK)), wanted)
+    with numbers_may_fail():  # the optimum itself may be beyond the dtype
+        answer_NK = problem.clip(scale.unscale_weights(back_to(raw.weights_NK, chunk.weights_NK)), wanted)
     return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
 
 

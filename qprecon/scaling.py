@@ -19,10 +19,11 @@ from .linalg import add_to_diagonal, power_of_two
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """A layer's scaling: H' = S H S / h, with the input factors S as an (N, 1) float64 core array."""
+    """A layer's scaling: H' = S H S / h, with the input factors S as an (N, 1) float64 core array and their least and largest."""
 
     hessian_scale: float
     input_N1: Array
+    input_range: tuple[float, float] = (1.0, 1.0)
     scale_columns: bool = True
 
     def hessian(self, hessian: Hessian, dtype: str) -> Array:
@@ -38,23 +39,28 @@ class Scaling:
         factor_K = np.ones(len(energy_K))
         if self.scale_columns:
             factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
-        return ColumnScaling(self, like(factor_K, self.input_N1)[None, :])
+        least, largest = (float(x) for x in (factor_K.min(initial=1.0), factor_K.max(initial=1.0)))
+        total = (self.input_range[0] * least, self.input_range[1] * largest)
+        return ColumnScaling(self, like(factor_K, self.input_N1)[None, :], total)
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnScaling:
-    """w' = S⁻¹ w / t and g' = S g / (h t); objectives shrink by h t²."""
+    """w' = S⁻¹ w / t and g' = S g / (h t); objectives shrink by h t². ``factor_range`` holds all factors S t."""
 
     layer: Scaling
     column_1K: Array
+    factor_range: tuple[float, float]
 
     def weights(self, w_NK: Array) -> Array:
         """w, or a bound on it, to w'."""
-        return w_NK / self._factor(w_NK)
+        wide = self._wide(w_NK)
+        return cast(cast(w_NK, wide) / self._factor(wide), dtype_name(w_NK))
 
     def unscale_weights(self, w_NK: Array) -> Array:
         """w' back to w."""
-        return w_NK * self._factor(w_NK)
+        wide = self._wide(w_NK)
+        return cast(cast(w_NK, wide) * self._factor(wide), dtype_name(w_NK))
 
     def linear(self, g_NK: Array) -> Array:
         """g to g'."""
@@ -71,8 +77,12 @@ class ColumnScaling:
         """An objective (or a difference of two), (K,) float64, to the scaled problem's."""
         return f_K / (self.layer.hessian_scale * self.column_1K[0] ** 2)
 
-    def _factor(self, near_NK: Array) -> Array:
-        dtype = dtype_name(near_NK)
+    def _wide(self, w_NK: Array) -> str:
+        """The dtype to scale weights in: their own, or float64 where a factor is not among its normal numbers."""
+        numbers = np.finfo(dtype_name(w_NK))
+        return dtype_name(w_NK) if numbers.tiny <= self.factor_range[0] and self.factor_range[1] <= numbers.max else "float64"
+
+    def _factor(self, dtype: str) -> Array:
         return cast(self.layer.input_N1, dtype) * cast(self.column_1K, dtype)
 
 
@@ -89,4 +99,5 @@ def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:
     input_N = np.ones_like(diagonal_N)
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))
-    return Scaling(mean, like(input_N, core_N)[:, None], scale_columns=kind != "none")
+    input_range = (float(input_N.min(initial=1.0)), float(input_N.max(initial=1.0)))
+    return Scaling(mean, like(input_N, core_N)[:, None], input_range, scale_columns=kind != "none")

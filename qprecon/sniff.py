@@ -41,6 +41,9 @@ def sniffed(head: bytes) -> str | None:
     """What begins so; None where nothing is known, as of any text. `head`: the first `HEAD` bytes, or all there are."""
     if not head:
         return EMPTY
+    # Before the others: the length that stands first may be any number, such as the 80 03 of a pickle.
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _LONGEST_HEADER:
+        return SAFETENSORS
     for beginning, kind in _BEGINNINGS:
         if head.startswith(beginning):
             return kind
@@ -48,8 +51,6 @@ def sniffed(head: bytes) -> str | None:
         return HTML
     if _PICKLE.match(head):
         return PICKLE
-    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _LONGEST_HEADER:
-        return SAFETENSORS
     if head[257:262] == b"ustar":
         return "a tar archive"
     if len(head) >= 16 and not head.strip(b"\0"):

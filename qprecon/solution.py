@@ -11,6 +11,7 @@ import numpy as np
 
 from .errors import NotOptimalError
 from .interop import Array, cast, dtype_name, from_core, to_core
+from .notices import fitted_to_rounding
 from .problem import ColumnQP
 from .status import Status
 
@@ -53,7 +54,8 @@ class Solution:
         reported_status: (K,) object array of strings: what the backend said of itself. Not evidence.
         iterations: (K,) int64; 0 for direct methods.
         objective: (K,) float64, f(ŵ) of the damped problem (ŵ − w)ᵀ(H + λI)(ŵ − w), or with an explicit rhs
-            ŵᵀHŵ − 2rhsᵀŵ + λ‖ŵ − w‖². All figures are float64 numpy arrays in the units of H and W as given.
+            ŵᵀHŵ − 2rhsᵀŵ + λ‖ŵ − w‖². It may lie below 0 by rounding: its own, or H's. All figures are float64 numpy arrays in
+            the units of H and W as given.
         baseline_objective: (K,) the same of the start: the masked weights, clipped to the bounds.
         stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start):
             dimensionless.
@@ -101,10 +103,17 @@ class Solution:
         rho_NK = rho_NK if g_NK is None else rho_NK + g_NK
         return from_core(cast(rho_NK, dtype_name(new_NK)), problem.place)
 
-    @property
+    @functools.cached_property
     def notices(self) -> tuple[str, ...]:
-        """What to know of H beside the certificates: see ``PreparedHessian.notices``. Made when first asked for."""
-        return () if self.problem is None else self.problem.hessian.notices
+        """What to know beside the certificates, in words, made when first asked for.
+
+        Whether only the damping makes H positive semidefinite (``PreparedHessian.notices``), and of how many certified columns the
+        weights may follow the rounding of an H that was summed in float32 from too few tokens.
+        """
+        if self.problem is None:
+            return ()
+        changed_K = self.optimal & (self.objective != self.baseline_objective)  # the others are as they started
+        return (*self.problem.hessian.notices, *fitted_to_rounding(self.problem, np.flatnonzero(changed_K)))
 
     @property
     def optimal(self) -> np.ndarray:

@@ -32,15 +32,19 @@ def sweep(weights_NK: Array, factor_NN: Array, blocks: Iterable[slice], begin: C
         begin: called with each block when all earlier ones have been made up for; from then on `weights_NK[block]` is repaired
             from row to row, so that the error function may choose what goes as late as it likes.
     """
-    stack = namespace(weights_NK).stack
     for rows in blocks:
-        block_BK, factor_BB = weights_NK[rows], factor_NN[rows, rows]
-        error, errors = begin(rows), []
-        for i in range(len(block_BK)):
-            errors.append(error_K := error(block_BK[i], i))
-            subtract_outer(block_BK[i + 1 :], factor_BB[i, i + 1 :], error_K)
+        error_BK = within(weights_NK[rows], factor_NN[rows, rows], begin(rows))
         if rows.stop < len(weights_NK):
-            subtract_product(weights_NK[rows.stop :], factor_NN[rows, rows.stop :].T, stack(errors))
+            subtract_product(weights_NK[rows.stop :], factor_NN[rows, rows.stop :].T, error_BK)
+
+
+def within(block_BK: Array, factor_BB: Array, error: Error) -> Array:
+    """The sweep within a block, in place; what its rows were changed by over U_ii, (B, K)."""
+    errors = []
+    for i in range(len(block_BK)):
+        errors.append(error_K := error(block_BK[i], i))
+        subtract_outer(block_BK[i + 1 :], factor_BB[i, i + 1 :], error_K)
+    return namespace(block_BK).stack(errors)
 
 
 def error_of(project: Project, factor_BB: Array) -> Error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from .audit import audit
+from .audit import Figures, audit
 from .certificate import Certificate
 from .chunks import slices
 from .interop import Array, cast, dtype_name
@@ -59,8 +59,19 @@ class Audit:
         return f"Audit: {self.summary()}"
 
 
-def audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array) -> Audit:
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Other weights of the same mask, (N, K), which bound f* from below too; gap_K: their own gap bounds, if known."""
+
+    weights_NK: Array
+    gap_K: np.ndarray | None = None
+
+
+def audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array, known: Known | None = None) -> Audit:
     """Audit ``candidate_NK``, weights of any float dtype in the core's library.
+
+    Since f* ≥ f(known) − its gap, f(candidate) − f(known) + that gap bounds the candidate's gap as well: far better where the
+    candidate is rounded and the known weights are what was rounded.
 
     Raises:
         ValueError: another shape than W's.
@@ -72,13 +83,26 @@ def audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array) -> Audit:
     width = automatic_width(problem.place, n, k, _BYTES * n)
     parts = list(slices(np.arange(k), width, contiguous=True)) or [slice(0, 0)]
     sound_K = ~problem.invalid_columns()
-    audits = [_audited(problem, cert, cast(candidate_NK[:, part], "float64"), sound_K[part], part) for part in parts]
+    audits = []
+    for part in parts:
+        figures = audit(problem, cert, cast(candidate_NK[:, part], "float64"), part, certify=known is None or known.gap_K is None)
+        if known is not None:
+            figures = replace(figures, gap_bound=np.minimum(figures.gap_bound, _apart(problem, cert, figures, known, part)))
+        audits.append(_audited(problem, cert, figures, sound_K[part], part))
     return Audit(*(np.concatenate([getattr(one, field.name) for one in audits]) for field in fields(Audit)))
 
 
-def _audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array, sound_K: np.ndarray, columns: Any) -> Audit:
+def _apart(problem: ColumnQP, cert: Certificate, figures: Figures, known: Known, columns: Any) -> np.ndarray:
+    """f(candidate) − f(known) + the gap of the known weights, rounding counted, (K,); infinite where these prove nothing."""
+    weights_NK = cast(known.weights_NK[:, columns], "float64")
+    other = audit(problem, cert, weights_NK, columns, certify=known.gap_K is None)
+    gap_K = other.gap_bound if known.gap_K is None else known.gap_K[columns]
+    apart_K = (figures.value + figures.rounding) - (other.value - other.rounding) + gap_K
+    return np.where((other.violation == 0.0) & (apart_K == apart_K), np.maximum(apart_K, 0.0), np.inf)
+
+
+def _audited(problem: ColumnQP, cert: Certificate, figures: Figures, sound_K: np.ndarray, columns: Any) -> Audit:
     start = find_start(problem, cert, "float64", None, columns)
-    figures = audit(problem, cert, candidate_NK, columns)
     usable_K = (figures.violation == 0.0) & sound_K
     return Audit(
         objective=figures.objective,

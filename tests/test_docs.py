@@ -14,8 +14,8 @@ import pytest
 import qprecon
 from qprecon import cli
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS
-from qprecon.llm.settings.recipe import ALIASES
 from qprecon.llm.settings.recipe_file import load_recipe
+from qprecon.llm.settings.words import ALIASES
 from qprecon.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
@@ -71,6 +71,16 @@ def test_the_example_of_one_layer_runs(capsys):
     exec(code, names)
     assert "256 of 256 columns certified" in capsys.readouterr().out
     assert names["solution"].weights.shape == (512, 256)
+
+
+def test_the_examples_of_regression_run():
+    names = {}
+    for code in blocks("regression.md", "python"):
+        exec(code, names)
+        assert names["solution"].optimal.all()
+    found = names["model"].coef_.T
+    assert (found[~names["mask"]] == 0).all() and abs(found - names["W_true"]).max() < 0.02
+    assert abs(names["model"].intercept_ - 3.0).max() < 0.02 and names["model"].solution_.optimal.all()
 
 
 def test_the_recipes_load(tmp_path):

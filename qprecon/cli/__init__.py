@@ -6,7 +6,6 @@ The subcommands import torch and the rest only when they run, so that --help is 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from qprecon.errors import RankError
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
 from ._launch import is_grouped, is_silent, launched_rank
+from ._oneline import Parser
 from ._stop import Terminated, signals_raise
 
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
@@ -63,18 +63,15 @@ def _is_bad_input(error: Exception) -> bool:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line; an unknown flag ends the process, with the nearest that there is."""
+    """The parsed command line; what cannot be read ends the process with one line."""
     parsed, unknown = _parser().parse_known_args(arguments)
     if unknown:
-        subparser = parsed.parser
-        known = [flag for action in subparser._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        subparser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
+        parsed.parser.unknown(unknown)
     return parsed
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qprecon", description=qprecon.__doc__.splitlines()[0])
+def _parser() -> Parser:
+    parser = Parser(prog="qprecon", description=qprecon.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"qprecon {qprecon.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _SUBCOMMANDS:

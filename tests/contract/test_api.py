@@ -157,6 +157,11 @@ def test_public_functions_work_twice_after_importing_everything() -> None:
         prepared = qprecon.prepare(arguments["H"], damping=0.01)
         audit = prepared.audit(arguments["W"], arguments["mask"], solution.weights)
         assert isinstance(prepared, qprecon.PreparedHessian) and isinstance(audit, qprecon.Audit)
+        rounded = prepared.round(arguments["W"], arguments["mask"], solution, "bf16")
+        assert isinstance(rounded, qprecon.Rounded) and isinstance(rounded, qprecon.Audit)
+        x_TN, y_TK = np.random.default_rng(0).standard_normal((40, 6)), np.ones((40, 2))
+        assert isinstance(qprecon.gram(x_TN, y_TK), qprecon.Moments)
+        assert isinstance(qprecon.fit(x_TN, y_TK, np.ones((2, 6))), qprecon.MaskedRidge)
         assert "cholesky" in qprecon.available_backends()
         for name in qprecon.__all__:
             value = getattr(qprecon, name)
@@ -164,7 +169,8 @@ def test_public_functions_work_twice_after_importing_everything() -> None:
                 with pytest.raises(value, match="told"):
                     raise value("told")
     called = {"solve", "prepare", "PreparedHessian", "Audit", "ColumnQP", "box_form", "BoxForm", "reduced_form", "ReducedForm"}
-    called |= {"available_backends", "Solution", "Timing", "Provenance", "Status", "llm"}
+    called |= {"gram", "Moments", "fit", "MaskedRidge"}
+    called |= {"available_backends", "Rounded", "Solution", "Timing", "Provenance", "Status", "llm"}
     errors = {name for name in qprecon.__all__ if name.endswith("Error")}
     assert set(qprecon.__all__) == called | errors, "a public name that this test does not use"
 

@@ -7,6 +7,7 @@ source gets the whole part of its share, and what is left goes to the largest re
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +21,7 @@ from qprecon.llm.calibration.windows import describe_source, documents_of
 from qprecon.options import is_number
 
 _ROUNDED = 1e-3  # 0.333 three times is meant as a third each
+_WITH_COMMA = re.compile(r"\d*,\d+%?")
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ def _with_share(word: str) -> tuple[Path, float | None]:
     try:
         number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
     except ValueError:
+        if _WITH_COMMA.fullmatch(share):
+            meant = f"{name}:{share.replace(',', '.')}"
+            raise ValueError(f"calibration: {share!r} in {word} is no share; did you mean {meant}?") from None
         return Path(word), None
     return Path(name), number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from qprecon.files import near
 from qprecon.llm.calibration.documents import file_documents, wikitext_join
 from qprecon.llm.files.hub import ask_hub, is_hub_name, offline_if_silent
 
@@ -46,7 +47,7 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
     elif _is_file(name):
         texts = file_documents(Path(name))
     elif not is_hub_name(name) and not os.path.isdir(name):
-        raise FileNotFoundError(f"no such text file: {name}")
+        raise FileNotFoundError(f"no such text file: {name}{near(name)}")
     else:
         texts = _hub_texts(name, documents)
     if not any(text.strip() for text in texts):

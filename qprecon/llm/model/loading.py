@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qprecon.errors import BadFileError
-from qprecon.files import one_line, read_json
+from qprecon.files import near, one_line, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts
 from qprecon.llm.files.weight_files import check_contents, check_files, weight_files
@@ -156,12 +156,12 @@ def model_folder(model: str | Path) -> Path:
         hint = "; it holds an adapter of PEFT: merge that into its model first (merge_and_unload)" if adapter else ""
         raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder{hint}")
     if path.exists() or not isinstance(model, str) or not is_hub_name(model):
-        raise FileNotFoundError(f"no such model folder: {model}")
+        raise FileNotFoundError(f"no such model folder: {model}{near(path)}")
     try:
         return fetched_model(model)
     except Exception as error:  # the hub's library raises classes of several others
         why = one_line(error)
-        raise OSError(f"there is no folder {model!r} here, and as a name on the hub it cannot be had: {why}") from error
+        raise OSError(f"there is no folder {model!r} here, and as a name on the hub it cannot be had: {why}{near(path)}") from error
 
 
 def local_copy(model: str) -> Path | None:

@@ -16,7 +16,7 @@ from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
 from qprecon.llm.pruning.dealt import prune_groups
-from qprecon.llm.pruning.measure import finished_rows, kept_masks
+from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Plan
 from qprecon.llm.pruning.refine import WINDOWS, Refinement
@@ -54,7 +54,7 @@ def prune_blocks(
         with log.phase("capture"):
             statistics = _statistics(source, method, samples, store, ranks)
             refinement = Refinement(method, statistics) if method.refine != "none" else None
-        if method.token_weights or isinstance(rule, ByLoss):
+        if method.token_weights or method.output_weights or isinstance(rule, ByLoss):
             with log.phase("gradients"):
                 log.step("gradients", 0)
                 statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log, ranks)
@@ -62,7 +62,8 @@ def prune_blocks(
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
                 if index >= source.finished:
-                    pruned, drafts = [], []
+                    pruned: list[LayerPlan] = []
+                    drafts: list[Draft] = []
                     for layers in _in_order(statistics, module, index, plan.layers[index]):
                         with log.phase("gram"):
                             log.step(block.name, 0)
@@ -97,7 +98,8 @@ def _statistics(
     share = ranks.share([sample.numel() for sample in samples])
     inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None, share=share)
     on_dense = method.propagate == "dense"
-    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, method.token_weights, ranks=ranks)
+    powers = method.token_weights, method.output_weights
+    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, *powers, ranks=ranks)
 
 
 def _in_order(

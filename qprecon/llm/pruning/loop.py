@@ -19,15 +19,19 @@ from qprecon.llm.pruning.blocks import prune_blocks
 from qprecon.llm.pruning.checks import check_choices, check_method, check_ranks, half_precision_hint, with_given_masks
 from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.origin import companions_of, find_model, open_source
+from qprecon.llm.pruning.origin import Found, companions_of, find_model, open_source
 from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, outcome
 from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.options import takes
-from qprecon.llm.settings.recipe import Recipe, as_recipe
-from qprecon.llm.storage.output import check_output, check_writable, complete_folder, partial_folder, save_model
+from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.settings.words import as_recipe
+from qprecon.llm.storage.beside import tidy
+from qprecon.llm.storage.in_memory import MemoryBlocks
+from qprecon.llm.storage.output import check_output, check_writable, complete_folder, save_model
+from qprecon.llm.storage.sources import DiskBlocks
 
 
 @takes(Recipe)
@@ -141,8 +145,8 @@ def _pruned(
         companions = None if out is None or not ranks.first else companions_of(found.name, found.tokenizer, found.files)
         source = open_source(found, plan, samples, recorded, method, out, device, where.resume, log, ranks)
     try:
-        if companions and companions.left_out:
-            log.note(companions.note())
+        if companions and (lacking := companions.note()):
+            log.note(lacking)
         if ranks.first and (hint := half_precision_hint(plan, recipe.dtype, device)):
             log.note(hint)
         if ranks.first:
@@ -152,29 +156,36 @@ def _pruned(
                 plan = owl_plan(source, plan, samples, rule, store, log, ranks)
             rows, kept_on = prune_blocks(source, plan, method, rule, samples, store, log, ranks)
         ranks.decided(source.close)
+        recorded |= {"model": found.name, "nsamples": len(samples), "store": kept_on and str(kept_on)}
+        recorded |= {"streamed": found.shards is not None, **described(calibration, len(samples))}
+        recorded |= {"seqlen": max(sample.numel() for sample in samples)}
+        left_out = companions.left_out + companions.outdated if companions else ()
+        facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": left_out}
+        facts |= among_ranks(ranks, device, len(samples), log)
+
+        def finished() -> PruneReport:
+            report = outcome(rows, source.zeros(rows), recorded, log, **facts)
+            if out is not None:
+                with log.phase("save"):
+                    _save(source, found, report, out, save_masks, companions, log)
+            return replace(report, phase_seconds=dict(log.seconds))
+
+        return ranks.decided(finished)
     finally:
         source.stop()
-    recorded |= {"model": found.name, "nsamples": len(samples), "store": str(kept_on), "streamed": found.shards is not None}
-    recorded |= {**described(calibration, len(samples)), "seqlen": max(sample.numel() for sample in samples)}
-    facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": companions.left_out if companions else ()}
-    facts |= among_ranks(ranks, device, len(samples), log)
 
-    def told() -> PruneReport:
-        report = outcome(rows, source.zeros(rows), recorded, log, **facts)
-        if out is None:
-            return report
-        with log.phase("save"):
-            masks = source.masks() if save_masks else None
-            if found.shards is None:
-                with log.library_bars():
-                    save_model(found.model, report, out, found.tokenizer, masks, companions)
-            else:
-                shards = source.entries()
-                complete_folder(
-                    partial_folder(out), shards, found.model, folder, report, out, found.tokenizer, masks, companions
-                )
-        return replace(report, phase_seconds=dict(log.seconds))
 
-    return ranks.decided(told)
+def _save(
+    source: MemoryBlocks | DiskBlocks, found: Found, report: PruneReport, out: Path, with_masks: bool, companions: Any, log: RunLog
+) -> None:
+    masks = source.masks() if with_masks else None
+    if isinstance(source, DiskBlocks):
+        complete_folder(
+            source.journal, source.entries(), found.model, found.files.folder, report, out, found.tokenizer, masks, companions
+        )
+        return
+    with log.library_bars():
+        save_model(found.model, report, out, found.tokenizer, masks, companions)
+    tidy(out)
 
 

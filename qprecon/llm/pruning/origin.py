@@ -25,12 +25,13 @@ from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
+from qprecon.llm.storage.beside import restore
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
 from qprecon.llm.storage.companions import Companions, find_companions
 from qprecon.llm.storage.followed import FollowedBlocks, FollowedJournal, finished_entries
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import EXPLAINED, check_apart, partial_folder
+from qprecon.llm.storage.output import EXPLAINED, check_apart, claim_output, partial_folder
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -137,12 +138,13 @@ def open_source(
     another and `resume` is asked for. Of several ranks the first one has the journal, under the lock, and the others follow it.
     """
     if found.shards is None:
-        return MemoryBlocks(found.model, plan.blocks, device, log)
+        journal = claim_output(out) if out is not None and ranks.first else None
+        return MemoryBlocks(found.model, plan.blocks, device, log, journal)
     if not ranks.first:
         folder, entries = ranks.gathered(None)[0]
         return FollowedBlocks(found.model, found.shards, plan.blocks, device, FollowedJournal(folder, entries), log)
     # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
-    of_all = settings["allocation"] != "uniform" or settings.get("token_weights")
+    of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
     fingerprint = {
         **versions(),
         "model files": found.shards.identity if of_all else found.shards.headers,
@@ -156,9 +158,10 @@ def open_source(
     }
     with ranks.busy():  # what an earlier run has finished is read
         journal = Journal.begin(partial_folder(out), fingerprint, resume)
+        restore(out)
         source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
     try:
-        ranks.gathered((partial_folder(out), finished_entries(source)))
+        ranks.gathered((journal.folder, finished_entries(source)))
     except BaseException:
         source.stop()
         raise

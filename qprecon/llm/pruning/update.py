@@ -7,8 +7,8 @@ as columns and share one prepared H, so that what depends on H only (factors, th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +80,7 @@ def prune_parts(
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
     if last:
         grams.forget_targets(views[0])
-    dense_NK, selection, note = choose_masks(parts, asked, prepared, tokens, method)
+    dense_NK, selection, note = choose_masks(parts, asked, prepared, tokens, method, grams.output_scales)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
@@ -99,16 +99,27 @@ def prune_parts(
 
 
 def choose_masks(
-    parts: Sequence[Part], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method
-) -> tuple[torch.Tensor, Selection, str]:
-    """The given weights and the selection of all parts side by side, and a note where another rule had to be taken."""
+    parts: Sequence[Part], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method,
+    scales: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, Selection, str]:  # fmt: skip
+    """The given weights and the selection of all parts side by side, and a note where another rule had to be taken.
+
+    scales: by what outputs are multiplied for the choice, (K,) by name of the layer; optimal weights do not depend on it.
+    """
     chosen = []
     for part, weights_NK in zip(parts, weights, strict=True):
         known = not part.is_whole and is_known(method)
-        data_NK = part.view.weights_NK() if known else weights_NK
+        scale_K = scales.get(part.view.name)
+        scale_K = scale_K if scale_K is None else scale_K[part.columns]
+        scaled = weights_NK if scale_K is None else weights_NK * scale_K
+        data_NK = part.view.weights_NK() if known else scaled
         data = LayerData(part.view.name, data_NK, prepared.hessian.hessian_NN, tokens, prepared)
         selection, note = choose_mask(data, part.layer.pattern, method)
-        chosen.append((Selection(selection.mask_NK[:, part.columns]), note) if known else (selection, note))
+        if known:
+            selection = Selection(selection.mask_NK[:, part.columns])
+        if scale_K is not None and selection.weights_NK is not None:
+            selection = replace(selection, weights_NK=selection.weights_NK / scale_K)
+        chosen.append((selection, note))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
     return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]

@@ -29,6 +29,7 @@ from qprecon.llm.reporting.progress import say
 from qprecon.llm.reporting.report import RECOVERY_NAME
 from qprecon.llm.settings.options import takes
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
+from qprecon.llm.storage.beside import restore, tidy
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import check_apart, check_output, check_writable, partial_folder, save_model
 
@@ -103,24 +104,26 @@ def recover(
         journal = None if out is None else _journal(task, model, dense, recovery, out, resume, log)
     try:
         done = _recovered(task, recovery, journal, save_steps, log)
+        recorded = {
+            **recovery.settings(), "model": pair.name, "dense": pair.dense_name, **described(calibration, len(samples)),
+            "lr": rate, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples),
+            "windows_held_out": len(aside), "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
+            "checkpointing": done.fit.checkpointing, "device": str(device),
+        }  # fmt: skip
+        beside = None if out is None else companions_of(pair.name, pair.tokenizer)
+        if beside and (left_out := beside.note()):
+            log.note(left_out)
+        report = _report(task, done, recorded, pruned_with(model), log)
+        if out is not None:
+            with log.phase("save"), log.library_bars():
+                packed = selected.masks() if save_masks else None
+                save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=report.model_card())
+                tidy(out)
+                shutil.rmtree(partial_folder(out), ignore_errors=True)
+                journal.close()
     finally:
         if journal is not None:
             _leave(journal)
-    recorded = {
-        **recovery.settings(), "model": pair.name, "dense": pair.dense_name, **described(calibration, len(samples)),
-        "lr": rate, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples), "windows_held_out": len(aside),
-        "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
-        "checkpointing": done.fit.checkpointing, "device": str(device),
-    }  # fmt: skip
-    beside = None if out is None else companions_of(pair.name, pair.tokenizer)
-    if beside and beside.left_out:
-        log.note(beside.note())
-    report = _report(task, done, recorded, pruned_with(model), log)
-    if out is not None:
-        with log.phase("save"), log.library_bars():
-            packed = selected.masks() if save_masks else None
-            save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=report.model_card())
-            shutil.rmtree(partial_folder(out), ignore_errors=True)
     return replace(report, phase_seconds=dict(log.seconds))
 
 
@@ -145,6 +148,7 @@ def _journal(task: Task, model: Any, dense: Any, recovery: Recovery, out: Path, 
         "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "cpu",
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)
+    restore(out)
     saved_fit(journal)  # finds damage
     for file in journal.damaged:
         log.note(f"{file} of the earlier run is damaged, so that it starts over")
@@ -153,10 +157,8 @@ def _journal(task: Task, model: Any, dense: Any, recovery: Recovery, out: Path, 
 
 def _leave(journal: Journal) -> None:
     """Let other processes in; where nothing is kept, there is nothing to go on with."""
-    empty = saved_fit(journal) is None
-    journal.close()
-    if empty:
-        shutil.rmtree(journal.folder, ignore_errors=True)
+    saved_fit(journal)  # forgets a state that is damaged
+    journal.leave()
 
 
 def _recovered(task: Task, recovery: Recovery, journal: Journal | None, save_steps: int | None, log: RunLog) -> Done:

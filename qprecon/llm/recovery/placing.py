@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,6 +86,30 @@ def checkpointed(blocks: Sequence[Block], active: bool) -> Iterator[None]:
 
     with replaced_forwards(blocks if active else (), again):
         yield
+
+
+@contextmanager
+def one_text_a_row() -> Iterator[None]:
+    """While open, transformers takes each row that this thread gives to a model as one text.
+
+    For every mask it else looks at the positions for several texts in one row; from version 5 on that waits for the device, twice a
+    step and more, and nothing that a caller can give prevents it.
+    """
+    from transformers import masking_utils
+
+    mine, original = threading.get_ident(), getattr(masking_utils, "find_packed_sequence_indices", None)
+    if original is None:  # a transformers that no longer looks
+        yield
+        return
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if threading.get_ident() == mine else original(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 @contextmanager

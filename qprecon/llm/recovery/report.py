@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qprecon.files import near
 from qprecon.llm.reporting.reading import read_json, validated
 from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME
 from qprecon.llm.storage.output import card_front
@@ -72,7 +73,7 @@ class RecoveryReport:
         """
         path = Path(path) / RECOVERY_NAME if Path(path).is_dir() else Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"no such report: {path}")
+            raise FileNotFoundError(f"no such report: {path}{near(path)}")
         return validated(cls, read_json(path, FORMAT), path)
 
     def summary(self) -> str:

@@ -16,7 +16,7 @@ from qprecon.llm.model.parts import split
 from qprecon.llm.recovery.memory import Fit, Memory, activation_bytes, choose_state, fit_activations
 from qprecon.llm.recovery.optimizers import Optimizer, make_optimizer
 from qprecon.llm.recovery.pair import Pair
-from qprecon.llm.recovery.placing import borrowed, checkpointed, less_repeatable, repeatable
+from qprecon.llm.recovery.placing import borrowed, checkpointed, less_repeatable, one_text_a_row, repeatable
 from qprecon.llm.recovery.schedule import Schedule
 from qprecon.llm.recovery.state import Course, load_state, save_state, saved_fit
 from qprecon.llm.recovery.step import Distillation, Look, gradients, look, move
@@ -86,6 +86,7 @@ def place(task: Task, recovery: Recovery, journal: Journal | None, stack: ExitSt
         stack.enter_context(borrowed(pair.dense, device))
         stack.enter_context(borrowed(pair.model, device, parameters))
         stack.enter_context(repeatable(device))
+        stack.enter_context(one_text_a_row())
         windows = [window.to(device) for window in task.windows]
         few = windows[0][None, :_PROBE_TOKENS]
         student, teacher = split(pair.model, few), split(pair.dense, few)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qprecon.files import near
 from qprecon.llm.reporting.reading import read_json, validated
 
 REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
@@ -127,7 +128,7 @@ class PruneReport:
         """
         path = Path(path) / REPORT_NAME if Path(path).is_dir() else Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"no such report: {path}")
+            raise FileNotFoundError(f"no such report: {path}{near(path)}")
         data = read_json(path, FORMAT)
         if isinstance(rows := data.get("layers"), list):
             data["layers"] = [_restored(row) if isinstance(row, dict) else row for row in rows]

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 _FAST: dict[str, Any] = {
-    "mask": "wanda", "allocation": "uniform", "order": False, "drift": 0.0, "residual": 0.0, "token_weights": 0.0, "refine": "none",
+    "mask": "wanda", "allocation": "uniform", "order": False, "drift": 0.0, "residual": 0.0, "token_weights": 0.0,
+    "output_weights": 0.0, "refine": "none",
 }  # fmt: skip
-_BALANCED = _FAST | {"order": True, "drift": 0.5, "token_weights": 0.5}
+_BALANCED = _FAST | {
+    "order": True, "drift": 0.5, "residual": 0.5, "token_weights": 0.5, "output_weights": 0.5, "allocation": "loss",
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {"fast": _FAST, "balanced": _BALANCED, "best": _BALANCED | {"mask": "alps"}}
 OPTIONS_OF = {"mask_options": "mask", "allocation_options": "allocation", "refine_options": "refine"}
 

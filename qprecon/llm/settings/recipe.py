@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.settings.options import Option, check_choice, check_options, nearest, option, options
+from qprecon.llm.settings.options import check_choice, check_options, option
 from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
 
 UPDATES = ("optimal", "none", "own")
@@ -46,7 +46,8 @@ class Recipe:
     )  # fmt: skip
     preset: str = option(
         "fast",
-        "defaults for what is not said: fast, balanced (order, drift=0.5, token_weights=0.5), best (with the mask alps too)",
+        "defaults for what is not said: fast, balanced (order, drift=0.5, residual=0.5, token_weights=0.5, "
+        "output_weights=0.5, allocation=loss), best (with the mask alps too)",
         AMOUNT, choices=tuple(PRESETS),
     )  # fmt: skip
     mask: str = option(
@@ -102,6 +103,11 @@ class Recipe:
     token_weights: float = option(
         None,
         "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
+        CALIBRATION, least=0, metavar="POWER", default="0",
+    )  # fmt: skip
+    output_weights: float = option(
+        None,
+        "weigh a layer's outputs likewise where a mask compares them (alps, sparsegpt), to this power; 0 counts all alike",
         CALIBRATION, least=0, metavar="POWER", default="0",
     )  # fmt: skip
     refine: str = option(
@@ -257,56 +263,6 @@ class Run:
 
     def __post_init__(self) -> None:
         check_options(self, Run)
-
-
-# Words that a command line and a file may use, and what they stand for.
-SHORTHANDS = {
-    "mask_file": Option(
-        "take the masks from a .npz or .safetensors file with one 0/1 array (outputs, inputs) a layer, or from the zeros of a "
-        "checkpoint folder: the mask 'given' with this as its option masks",
-        AMOUNT, metavar="PATH",
-    ),
-    "skip_attention": Option("leave the linear layers of attention alone: an entry of ignore", LAYERS),
-}  # fmt: skip
-
-
-SETTINGS = tuple(each.name for each, _ in options(Recipe))
-KEYS = tuple(each.name for of in (Run, Recipe) for each, _ in options(of))  # of a file
-ALIASES = {alias: each.name for of in (Run, Recipe) for each, known in options(of) for alias in known.aliases}
-
-
-def meant(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
-    """The end of a message about an unknown word: what it is called here, the nearest known one, or all."""
-    if word in ALIASES:
-        return f"; here that is {ALIASES[word]!r}"
-    return nearest(word.lower().replace("-", "_"), known) or f"; known: {', '.join(known)}"
-
-
-def overridden(words: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-    """`words` with those of `by` in place of its own.
-
-    A new sparsity or pattern replaces both; options of a mask or an allocation are added to those of the same one.
-    """
-    kept, by = dict(words), dict(by)
-    for options_of, word in OPTIONS_OF.items():
-        if word in by and by[word] != kept.get(word):
-            kept.pop(options_of, None)
-        elif options_of in by:
-            by[options_of] = {**(kept.get(options_of) or {}), **(by[options_of] or {})}
-    if {"sparsity", "pattern"} & set(by):
-        kept.pop("sparsity", None), kept.pop("pattern", None)
-    return kept | by
-
-
-def as_recipe(recipe: Recipe | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> Recipe:
-    """`recipe` with `settings`, keywords of `prune_model`, in place of its own. TypeError for a name that is no setting."""
-    if recipe is not None and not isinstance(recipe, Recipe | Mapping):
-        raise TypeError(f"recipe: a Recipe or a mapping of its fields, got {type(recipe).__name__}")
-    base = recipe.stated() if isinstance(recipe, Recipe) else dict(recipe or {})
-    for name in (*base, *settings):
-        if name not in SETTINGS:
-            raise TypeError(f"prune_model has no setting {name!r}{meant(str(name), SETTINGS)}")
-    return Recipe(**overridden(base, settings))
 
 
 def _plain_default(name: str) -> Any:

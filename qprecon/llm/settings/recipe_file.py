@@ -12,8 +12,9 @@ from ruamel.yaml.error import YAMLError
 
 from qprecon import files
 from qprecon.llm.model.targets import ATTENTION, as_patterns
-from qprecon.llm.settings.recipe import ALIASES, KEYS, SETTINGS, Recipe, Run, meant, overridden
+from qprecon.llm.settings.recipe import Recipe, Run
 from qprecon.llm.settings.stages import of_other_tools, without_stage
+from qprecon.llm.settings.words import ALIASES, KEYS, SETTINGS, meant, overridden
 
 RECIPE_NAME = "recipe.yaml"
 _OF_ONE_RUN = ("resume", "progress")  # a later run may go on with what an interrupted one has done
@@ -43,7 +44,7 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no such recipe: {path}")
+        raise FileNotFoundError(f"no such recipe: {path}{files.near(path)}")
     try:
         data = from_yaml(files.read_text(path, files.YAML))
     except YAMLError as error:

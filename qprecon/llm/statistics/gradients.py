@@ -27,8 +27,9 @@ from qprecon.llm.statistics.over_ranks import all_portions, all_windows
 
 TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, their weights are on the device together
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
-_KINDS = ("squares", "energies", "costs")
+_KINDS = ("squares", "energies", "costs", "outputs")
 COST_BINS, _LOWEST, _WIDTH = 4096, -160.0, 1 / 16  # of log2(w²·energy)
+_LEAST_WEIGHT = 1e-6  # of an output, against the mean
 _FLOAT16_SCALE = 1024.0  # of the loss: many gradients are below float16's smallest numbers
 
 
@@ -52,16 +53,18 @@ class LossGradients:
 
     squares: the mean over outputs of (∂loss/∂y_t)² for each token, float32 (all tokens,). energies: Σ over tokens of squares·x_t²,
     float32 (N,): how much the loss depends on the weights of an input. costs: how many weights have a w²·energy in each of
-    `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). All on
-    the host. sizes: how many tokens each sample has. Layers of experts, which not all tokens reach, are left out.
+    `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). outputs:
+    the mean over tokens of (∂loss/∂y_k)² for each output, float32 (K,). All on the host. sizes: how many tokens each sample has.
+    Layers of experts, which not all tokens reach, are left out.
 
-    Where ranks have a `share` of the windows, sizes and squares are those of this rank's, energies and costs of all.
+    Where ranks have a `share` of the windows, sizes and squares are those of this rank's, all else of all.
     """
 
     sizes: list[int] = field(default_factory=list)
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
     energies: dict[str, torch.Tensor] = field(default_factory=dict)
     costs: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     ranks: Ranks = Ranks()
     share: Share | None = None
 
@@ -75,7 +78,7 @@ class LossGradients:
             names, own = list(squares), torch.stack(list(squares.values()))
             whole = all_windows(own, self.share, self.ranks, device)
             squares = dict(zip(names, whole.cpu(), strict=True))
-        kinds = {"squares": squares, "energies": self.energies, "costs": self.costs}
+        kinds = {kind: getattr(self, kind) for kind in _KINDS} | {"squares": squares}
         return {f"{kind} {name}": each for kind in _KINDS for name, each in kinds[kind].items()}
 
     @staticmethod
@@ -119,6 +122,19 @@ class LossGradients:
         known = {number: value for each in self.ranks.gathered(sums) for number, value in each.items()}
         mean = sum(known[number] for number in sorted(known)) / sum(share.lengths)
         return torch.tensor(mean, dtype=torch.float64, device=values_T.device)
+    def output_scales(self, group: Sequence[LinearView], power: float) -> dict[str, torch.Tensor]:
+        """By what a layer's outputs are multiplied where masks weigh them against each other, float32 (K,), on its device.
+
+        The square root of the mean squared gradient to the power, of mean square 1 over all layers of the group together.
+        """
+        known = [view for view in group if view.name in self.outputs]
+        total = sum(float(self.outputs[view.name].sum(dtype=torch.float64)) for view in known)
+        if total == 0:
+            return {}
+        mean = total / sum(view.n_outputs for view in known)
+        scales = {view.name: (self.outputs[view.name].double() / mean).pow(power).clamp_min(_LEAST_WEIGHT) for view in known}
+        size = torch.cat(list(scales.values())).mean()
+        return {view.name: (scales[view.name] / size).sqrt().float().to(view.parameter.device) for view in known}
 
 
 def loss_gradients(
@@ -242,7 +258,8 @@ class _Found:
     gradients: LossGradients
     inputs: BlockInputs
     parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    energies: list[dict[str, torch.Tensor]] = field(default_factory=lambda: [{}])  # of each portion of this rank's windows
+    # Energies and outputs, summed over the samples of each portion of this rank's windows.
+    sums: list[dict[tuple[str, str], torch.Tensor]] = field(default_factory=lambda: [{}])
     portion: int = 0
 
     @contextmanager
@@ -273,27 +290,31 @@ class _Found:
         squares_T = gradient.float().square().mean(-1).reshape(-1)
         self.parts.setdefault(view.name, []).append(squares_T)
         energy_N = squares_T @ x.reshape(len(squares_T), -1).float().square()
-        energies = self.energies[self.portion]
-        known_N = energies.get(view.name)
-        energies[view.name] = energy_N if known_N is None else known_N + energy_N
+        outputs_K = gradient.float().square().reshape(len(squares_T), -1).sum(0)
+        sums = self.sums[self.portion]
+        for key, more in ((("energies", view.name), energy_N), (("outputs", view.name), outputs_K)):
+            sums[key] = sums[key] + more if key in sums else more
 
     def begin_sample(self, sample: int) -> None:
         self.portion = next((at for at, samples in enumerate(self.inputs.portions) if sample in samples), 0)
-        self.energies += [{} for _ in range(self.portion + 1 - len(self.energies))]
+        self.sums += [{} for _ in range(self.portion + 1 - len(self.sums))]
 
     def end_blocks(self, views: Mapping[str, LinearView]) -> None:
         """Keep what belongs to each token once: not of a layer that is called twice, or for other rows than the tokens."""
         gradients, share = self.gradients, self.gradients.share
         whole = {name: parts for name, parts in self.parts.items() if [len(part) for part in parts] == gradients.sizes}
-        if share is None:
-            energies = self.energies[0]
-        else:
+        sums, tokens = self.sums[0], sum(gradients.sizes)
+        if share is not None:
             agreed = set.intersection(*gradients.ranks.gathered(set(whole)))
             whole = {name: parts for name, parts in whole.items() if name in agreed}
-            sizes = {name: views[name].n_inputs for name in whole}
-            energies = all_portions(self.energies, sizes, share, gradients.ranks, self.inputs.device)
+            sizes = {("energies", name): views[name].n_inputs for name in whole}
+            sizes |= {("outputs", name): views[name].n_outputs for name in whole}
+            sums = all_portions(self.sums, sizes, share, gradients.ranks, self.inputs.device)
+            tokens = sum(share.lengths)
         for name, parts in whole.items():
-            gradients.squares[name], gradients.energies[name] = torch.cat(parts).cpu(), energies[name].cpu()
-            gradients.costs[name] = cost_counts(views[name].weights_NK(), energies[name])
+            energy_N = sums["energies", name]
+            gradients.squares[name], gradients.energies[name] = torch.cat(parts).cpu(), energy_N.cpu()
+            gradients.outputs[name] = sums["outputs", name].cpu() / tokens
+            gradients.costs[name] = cost_counts(views[name].weights_NK(), energy_N)
         self.parts.clear()
-        self.energies = [{}]
+        self.sums = [{}]

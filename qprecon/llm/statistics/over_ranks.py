@@ -165,9 +165,9 @@ def _check_finite(grams: Mapping[str, Gram]) -> None:
 
 
 def all_portions(
-    own: Sequence[Mapping[str, torch.Tensor]], sizes: Mapping[str, int], share: Share, ranks: Ranks, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """The sums over all windows of vectors, float32 of these sizes by name, of which each rank has those of its own portions.
+    own: Sequence[Mapping[Any, torch.Tensor]], sizes: Mapping[Any, int], share: Share, ranks: Ranks, device: torch.device
+) -> dict[Any, torch.Tensor]:
+    """The sums over all windows of vectors, float32 of these sizes by key, of which each rank has those of its own portions.
 
     They are added portion by portion, on all ranks alike; these have met just before.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,7 +29,8 @@ class Statistics:
     order: whether layers are pruned group by group as the block calls them, each group on what the pruned ones before it give.
     drift: α of the targets, or "auto"; residual: β. beside: whether the dense model's activations are wanted in any case.
     on_dense: calibrate on them.
-    token_power, gradients: for token weights, see `LossGradients`. ranks: who has the other windows, if these are not all.
+    token_power, output_power, gradients: for weights of tokens and of outputs, see `LossGradients`. ranks: who has the other
+    windows, if these are not all.
     """
 
     pruned: BlockInputs
@@ -39,6 +40,7 @@ class Statistics:
     beside: bool = False
     on_dense: bool = False
     token_power: float = 0.0
+    output_power: float = 0.0
     gradients: LossGradients | None = None
     ranks: Ranks = Ranks()
     dense: BlockInputs | None = None
@@ -67,7 +69,7 @@ class Statistics:
         if not views:
             return
         self.groups = [list(views)]
-        if self.order or self._weighted:  # experts are called as the tokens will, so one rank decides for all
+        if self.order or self.gradients is not None:  # experts are called as the tokens will, so one rank decides for all
             names = self.ranks.decided(lambda: [[v.name for v in group] for group in sublayers(block, views, self.pruned, index)])
             by_name = {view.name: view for view in views}
             self.groups = [[by_name[name] for name in group] for group in names]
@@ -91,7 +93,7 @@ class Statistics:
 
             grams = summed_grams(views, share, self.ranks, of_round, self.pruned.device)
         self.outputs = grams.outputs
-        return grams
+        return replace(grams, output_scales=self._output_scales(views))
 
     def _wanted(
         self, block: nn.Module, index: int, views: Sequence[LinearView]
@@ -154,6 +156,11 @@ class Statistics:
         for group in groups:
             weights |= self.gradients.weights(group, self.token_power, self.pruned.device)
         return weights
+
+    def _output_scales(self, views: Sequence[LinearView]) -> dict[str, torch.Tensor]:
+        if self.gradients is None or self.output_power == 0:
+            return {}
+        return self.gradients.output_scales(views, self.output_power)
 
     def pass_finished(self, source: Source, index: int) -> None:
         """The dense stream through a block that an earlier run pruned, whose dense weights are the source's own."""

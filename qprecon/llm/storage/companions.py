@@ -1,7 +1,7 @@
 """What a model's folder holds beside configuration, tokenizer and weights: code, processors, licences. It goes into the output.
 
 Left out are weights in other files than those that are read, files too large to be anything else, what tools keep hidden, and what
-an earlier run of qprecon explained; the report names each.
+an earlier run of qprecon explained; the report names each, and a note those that somebody may miss.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ _WRITTEN = frozenset({"config.json", "generation_config.json"})
 
 @dataclass(frozen=True)
 class Companions:
-    """Files of `folder`: under which names they are copied, source -> name in the output, and which are left out."""
+    """Files of `folder`: under which names they are copied, source -> name in the output, and which are left out.
+
+    outdated: left out too, as an earlier run of qprecon wrote them about itself; nobody misses them.
+    """
 
     folder: Path
     copied: dict[str, str]
     left_out: tuple[str, ...]
+    outdated: tuple[str, ...] = ()
 
     def copy_to(self, out: Path) -> None:
         """Copy those that are not there yet: the tokenizer may have written some itself."""
@@ -43,7 +47,9 @@ class Companions:
                 shutil.copyfile(self.folder / name, target)
 
     def note(self) -> str:
-        """For the report: what is left out."""
+        """For the report: what is left out; "" where that is nothing."""
+        if not self.left_out:
+            return ""
         shown, more = ", ".join(self.left_out[:8]), len(self.left_out) - 8
         return f"of the model's folder the output lacks {shown}" + (f" and {more} more" if more > 0 else "")
 
@@ -54,18 +60,21 @@ def find_companions(files: WeightFiles, explained: Collection[str], own_tokenize
     files: its weights. explained: names of what a run of qprecon writes about itself. own_tokenizer: False where another one than
     the folder's is saved; its files would be of two tokenizers.
     """
-    folder, copied, left_out = files.folder, {}, []
+    folder, copied, left_out, outdated = files.folder, {}, [], []
+    ours = any((folder / name).is_file() for name in explained if name.endswith(("report.json", "recovery.json")))
     written = {*files.names, *_WRITTEN, files.index}
     for name in _names(folder):
         if name in written:
             continue
-        if name.endswith("/") or name in explained or _not_copied(folder / name) or not own_tokenizer and _of_tokenizer(name):
+        if name in explained and ours:
+            outdated.append(name)
+        elif name.endswith("/") or name in explained or _not_copied(folder / name) or not own_tokenizer and _of_tokenizer(name):
             left_out.append(name)
         else:
             copied[name] = _OWN_CARD if name == _CARD else name
-    if any((folder / name).is_file() for name in explained if name.endswith("report.json")):
-        left_out += [_CARD] if copied.pop(_CARD, None) else []  # it says what that run did
-    return Companions(folder, copied, tuple(left_out))
+    if ours:
+        outdated += [_CARD] if copied.pop(_CARD, None) else []  # it says what that run did
+    return Companions(folder, copied, tuple(left_out), tuple(outdated))
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -21,15 +21,18 @@ from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
 from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.storage.journal import Journal
 
 
 class MemoryBlocks:
-    """The blocks of a model in memory; each visits the device."""
+    """The blocks of a model in memory; each visits the device. `journal`: what keeps other processes from the output."""
 
     finished, rows = 0, ()
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog):
-        self.model, self.blocks, self.device, self.log = model, blocks, device, log
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog, journal: Journal | None = None
+    ):
+        self.model, self.blocks, self.device, self.log, self.journal = model, blocks, device, log, journal
         self.packed: list[Packed] = []
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
@@ -83,7 +86,10 @@ class MemoryBlocks:
     def close(self) -> None:
         """Nothing to do."""
 
-    stop = close
+    def stop(self) -> None:
+        """Let other processes write to the output."""
+        if self.journal is not None:
+            self.journal.leave()
 
     def zeros(self, rows: Sequence[LayerRow]) -> tuple[int, int]:
         """Zeros and number of all parameters."""

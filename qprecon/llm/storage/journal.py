@@ -34,8 +34,16 @@ class Journal:
         self.folder = folder
         self.progress = folder / PROGRESS
         self._lock: BaseFileLock | None = None
+        self._over = False
         self.damaged: list[str] = []  # files of an earlier run that are not what it wrote
         self._sound: set[str] = set()  # entries whose files were checked, or written by this process
+
+    @staticmethod
+    def claim(folder: Path) -> Journal:
+        """Keep other processes out of `folder`, whatever is in it, until `close` or `leave`. BlockingIOError if one is there."""
+        journal = Journal(folder)
+        journal._claim()
+        return journal
 
     @staticmethod
     def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool) -> Journal:
@@ -44,8 +52,7 @@ class Journal:
         ValueError, with the differences, if another run was left there that has finished something; BlockingIOError if one is
         writing there now.
         """
-        journal = Journal(folder)
-        journal._claim()
+        journal = Journal.claim(folder)
         try:
             if not resume or not journal._entries():
                 journal._clear()
@@ -69,11 +76,11 @@ class Journal:
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
-        self.progress.mkdir(parents=True, exist_ok=True)
         # Where a file system has no locks, filelock would leave a file in their place, which outlives a killed process.
         lock = FileLock(self.progress / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
-            lock.acquire()
+            while not self._taken(lock):
+                pass
         except Timeout as error:
             raise BlockingIOError(f"another process is writing to {self.folder}: wait for it, or choose another output") from error
         except PermissionError:
@@ -82,18 +89,34 @@ class Journal:
             return
         self._lock = lock
 
+    def _taken(self, lock: BaseFileLock) -> bool:
+        """Whether the lock is ours, and not that of a folder which a run that was ending took away meanwhile."""
+        self.progress.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except FileNotFoundError:
+            return False
+        if not (self.progress / _LOCK).exists():
+            lock.release()
+            return False
+        return True
+
     def close(self) -> None:
-        """Let other processes in."""
+        """Let other processes in. From then on the folder is theirs."""
+        self._over = True
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def leave(self) -> None:
-        """Let other processes in. Where nothing is finished there is nothing to go on with, and the folder goes."""
-        nothing = not self._entries()
-        self.close()
-        if nothing:
+        """As `close`, unless that was done. Where nothing is finished there is nothing to go on with, and the folder goes."""
+        if self._over:
+            return
+        if not self._entries():
+            if os.name == "nt":  # there an open lock cannot be removed
+                self.close()
             shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
 
     def _clear(self) -> None:
         """Forget what an earlier run left; the lock stays."""

@@ -17,15 +17,18 @@ from typing import Any, Protocol
 import torch
 
 from qprecon.errors import BadFileError
-from qprecon.files import read_json, writing
+from qprecon.files import read_json, temporary, writing
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
+from qprecon.llm.storage.beside import put, restore, saving_folder, tidy
 from qprecon.llm.storage.companions import Companions
-from qprecon.llm.storage.journal import PROGRESS, current_umask, sync
+from qprecon.llm.storage.journal import PROGRESS, Journal, current_umask, sync
 
 GENERATION_NAME = "generation_config.json"
-# What is written beside a run's files later: by the command line, an evaluation, a report page.
+# What is written beside a run's files later: by the command line, an evaluation, a report page. A process that was killed then
+# leaves a file under its temporary name.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
+_UNFINISHED = frozenset(temporary(name) for name in _ADDED)
 EXPLAINED = _ADDED | {REPORT_NAME, RECOVERY_NAME}
 # What a run may have written before reports listed their files.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -121,7 +124,7 @@ def _foreign(out: Path) -> list[str]:
     """What lies in an earlier run's folder, at any depth, and was not written there by a run, an evaluation or a report."""
     lists = [_listed(report) for report in _reports(out)]
     listed = None if None in lists else frozenset().union(*lists)
-    written = _ADDED | (_KNOWN if listed is None else listed)
+    written = _ADDED | _UNFINISHED | (_KNOWN if listed is None else listed)
     folders = {str(parent) for name in written for parent in Path(name).parents}
     foreign = []
     for entry in out.rglob("*"):
@@ -167,13 +170,14 @@ def save_model(
     """
     out = check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    partial = saving_folder(out)
     try:
         with writing(out):
             model.save_pretrained(partial)
             _explain(partial, report, tokenizer, masks, companions, name, card)
             partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
-            _put(partial, out)
+            _to_disk(partial)
+            put(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -186,15 +190,25 @@ def partial_folder(out: str | Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
+def claim_output(out: Path) -> Journal:
+    """Keep other processes from `out`, and bring back what a killed one was about to replace there. Raises as `Journal.claim`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    journal = Journal.claim(partial_folder(out))
+    restore(out)
+    return journal
+
+
 def complete_folder(
-    partial: Path, shards: Sequence[Mapping[str, Any]], model: Any, source: Path, report: PruneReport, out: str | Path,
+    journal: Journal, shards: Sequence[Mapping[str, Any]], model: Any, source: Path, report: PruneReport, out: str | Path,
     tokenizer: Any = None, masks: Iterable[Packed] | None = None, companions: Companions | None = None,
 ) -> Path:  # fmt: skip
-    """Add to the written shards what makes a model of them, and give the folder its name.
+    """Add to the shards that `journal` has what makes a model of them, and give its folder its name.
+
+    Other processes may come in then.
 
     `shards` as the journal has them; `source`: the folder that the model was read from.
     """
-    out = check_output(out)
+    out, partial = check_output(out), journal.folder
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
         leftover.unlink()
     try:
@@ -203,15 +217,22 @@ def complete_folder(
             model.config.save_pretrained(partial)
             _save_generation(model, partial, source)
             _explain(partial, report, tokenizer, masks, companions)
-            # Before the folder gets its name: a power cut must not leave a name without the content.
-            for path in (*partial.rglob("*"), partial):
-                sync(path)
-            _put(partial, out)
+            _to_disk(partial)
+            if os.name == "nt":  # there a folder with an open lock cannot be renamed
+                journal.close()
+            put(partial, out)
     except OSError as error:
         raise OSError(f"{error}. The finished blocks are kept in {partial}: make room and run the same again") from error
-    for leftover in (out / PROGRESS, *out.parent.glob(f".{out.name}.old.*")):  # the latter of runs killed while renaming
-        shutil.rmtree(leftover, ignore_errors=True)
+    tidy(out)
+    shutil.rmtree(out / PROGRESS, ignore_errors=True)
+    journal.close()
     return out
+
+
+def _to_disk(folder: Path) -> None:
+    """Before a folder gets its name: a power cut must not leave a name without the content."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
 def _index(folder: Path, shards: Sequence[Mapping[str, Any]]) -> None:
@@ -234,16 +255,6 @@ def _explain(
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}
     report.save(folder / name, files={*files, name})
-
-
-def _put(partial: Path, out: Path) -> None:
-    if out.is_dir():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-        os.replace(out, old)  # onto an empty folder; then the name is free
-        os.replace(partial, out)
-        shutil.rmtree(old)
-    else:
-        os.replace(partial, out)
 
 
 def card_front(base: Any) -> str:

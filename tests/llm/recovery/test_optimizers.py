@@ -174,4 +174,4 @@ def test_what_is_held_out():
 
 
 def test_the_default_rate_falls_with_the_width():
-    assert default_rate(576) == default_rate(1024) == 1e-4 and default_rate(4096) == 5e-5
+    assert default_rate(64) == default_rate(500) == 5e-4 and default_rate(1000) == 2.5e-4 and default_rate(4000) == 6.25e-5

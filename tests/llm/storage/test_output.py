@@ -50,6 +50,37 @@ def test_a_folder_that_holds_something_else_is_refused_first(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_what_killed_runs_left_is_brought_back_or_removed(tmp_path):
+    """One was killed as it gave its folder the output's name, one as it saved, one as it wrote beside the output."""
+    out = tmp_path / "o[u]t*"
+    prune(build("llama"), out)
+    before = sorted(path.name for path in out.iterdir())
+    (out / ".recipe.yaml.partial").write_text("half a rec")
+    out.rename(tmp_path / f".{out.name}.old.abc")
+    (tmp_path / f".{out.name}.saving.abc").mkdir()
+    (tmp_path / f".{out.name}.saving.abc" / "model.safetensors").write_text("half a model")
+    with pytest.raises(ValueError, match="not finite"):  # whatever becomes of the next run, the old output is there
+        model = build("llama")
+        model.model.norm.weight.data[:] = float("nan")
+        model.model.layers[0].input_layernorm.weight.data[:] = float("nan")
+        prune(model, out)
+    assert sorted(path.name for path in out.iterdir()) == [".recipe.yaml.partial", *before]
+    prune(build("llama"), out)
+    assert sorted(path.name for path in out.iterdir()) == before and list(tmp_path.iterdir()) == [out]
+
+
+def test_two_models_in_memory_are_not_written_to_one_folder(tmp_path):
+    other = output.claim_output(tmp_path / "out")
+    model = build("llama")
+    weights = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(BlockingIOError, match="another process is writing"):
+        prune(model, tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    other.leave()
+    prune(model, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_an_empty_folder_and_an_earlier_output_are_used(tmp_path):
     (tmp_path / "out").mkdir()
     prune(build("llama"), tmp_path / "out")

@@ -65,7 +65,8 @@ def test_the_same_bits_as_in_memory(family, tmp_path):
 
 @pytest.mark.parametrize("arguments", [
     {"propagate": "dense"}, {"dtype": "float32"}, {"mask": "sparsegpt"}, {"targets": "layers.1"}, {"update": "none"},
-    {"order": True, "drift": 0.5}, {"token_weights": 0.5}, {"order": True, "drift": "auto", "token_weights": 1.0},
+    {"order": True, "drift": 0.5}, {"token_weights": 0.5}, {"output_weights": 0.5, "mask": "sparsegpt"},
+    {"order": True, "drift": "auto", "token_weights": 1.0},
 ])  # fmt: skip
 def test_the_same_bits_with_other_settings(arguments, tmp_path):
     folder = saved(tmp_path / "dense", "llama-tied")
@@ -311,7 +312,7 @@ def test_killed_at_twenty_random_moments(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files are told by /proc")
 def test_all_of_it_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
     folder, out, synced = saved(tmp_path / "dense"), tmp_path / "out", set()
-    fsync, put = os.fsync, output._put
+    fsync, put = os.fsync, output.put
 
     def noted(handle):
         synced.add(os.readlink(f"/proc/self/fd/{handle}"))
@@ -322,7 +323,7 @@ def test_all_of_it_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monke
         put(partial, target)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(output, "_put", checked)
+    monkeypatch.setattr(output, "put", checked)
     prune(folder, out, save_masks=True)
     assert {"config.json", "masks.npz", "qprecon_report.json", "README.md"} < {path.name for path in out.iterdir()}
 

@@ -207,6 +207,9 @@ def test_everything_is_in_the_output_or_named(furnished, how, tmp_path):
     again = prune(out, tmp_path / "again")
     assert (tmp_path / "again" / "README.original.md").read_text() == "{} of README.md"
     assert {"README.md", "qprecon_report.json"} <= set(again.left_out)
+    assert not any("lacks" in note for note in again.warnings)  # nobody misses what the first run said of itself
+    (furnished / "recipe.yaml").write_text("of another tool")
+    assert any("recipe.yaml" in note for note in prune(model, out).warnings) or how == "memory"
 
 
 def test_files_of_another_tokenizer_are_not_mixed(furnished, tmp_path):

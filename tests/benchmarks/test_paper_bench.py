@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from .llm.evaluation.toy_tasks import write_tasks
-from .llm.toy_text import WORDS, toy_llama, toy_tokenizer, words
+from tests.llm.evaluation.toy_tasks import write_tasks
+from tests.llm.toy_text import WORDS, toy_llama, toy_tokenizer, words
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

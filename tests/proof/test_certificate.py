@@ -8,9 +8,8 @@ import torch
 
 import qprecon
 from qprecon.certificate import ENTRY, Certificate, certificate
+from tests.contract.families import FAMILIES
 from tests.fuzz.exact import Exact, quadratic_gain
-
-from .families import FAMILIES
 
 
 def of(h_NN: np.ndarray, damping: float = 0.0) -> Certificate:

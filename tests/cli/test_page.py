@@ -17,8 +17,7 @@ from qprecon.llm.settings import recipe_file
 from qprecon.llm.storage import output
 from qprecon.page import runs, write_page
 from qprecon.page.charts import _linear_scale, _log_scale
-
-from .llm.families import build, tokens
+from tests.llm.families import build, tokens
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VOID = {"meta", "br", "path", "line", "rect", "circle"}

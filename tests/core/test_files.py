@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from qprecon.errors import BadFileError
-from qprecon.files import JSON, TEXT, check_file, open_text, read_json, read_npz, read_text, reading
+from qprecon.files import JSON, SAFETENSORS, TEXT, check_file, open_text, read_json, read_npz, read_text, reading
+from qprecon.llm.files.weight_files import read_header
 from tests.bad_files import FAULTS, HTML, Evil
 
 
@@ -166,6 +167,16 @@ def test_a_pipe_is_read_once(tmp_path):
     writer.start()
     assert read_text(tmp_path / "pipe") == TEXTS.decode()
     writer.join()
+
+
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408, 0x8B18, 0x4B50, 0x5A40])
+def test_a_safetensors_file_is_one_whatever_the_length_of_its_header(length, tmp_path):
+    """The length stands first: 640 is 80 02, as pickles begin."""
+    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).ljust(length)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + header.encode() + b"data")
+    check_file(path, SAFETENSORS)
+    assert read_header(path).shapes == {"a": (4,)}
 
 
 def test_a_kind_that_begins_otherwise_is_told_before_it_is_read(tmp_path):

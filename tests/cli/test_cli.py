@@ -18,8 +18,7 @@ from qprecon.llm import perplexity
 from qprecon.llm.model.targets import ATTENTION
 from qprecon.llm.settings.options import default_text, flag_of, options
 from qprecon.llm.settings.recipe import Recipe, Run
-
-from .llm.toy_text import toy_llama, toy_tokenizer, words
+from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
 COMMANDS = ("prune", "recover", "eval", "report", "check-sparse", "solve", "backends", "demo")
 
@@ -195,14 +194,44 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options
         ("--update adam", ("--update", "adam")),
         ("--sparsty 0.5", ("--sparsty", "did you mean --sparsity?")),
         ("--mask-opton=a=1", ("--mask-opton", "did you mean --mask-option?")),
-        ("--wibble", ("unrecognized arguments: --wibble",)),
+        ("--wibble", ("unknown flag --wibble",)),
+        ("extra", ("'extra' is one argument too many",)),
+        ("--update optmal", ("--update", "'optmal'", "did you mean optimal?")),
     ],
 )
 def test_flags_that_cannot_be_read_name_themselves(capsys, options, culprits):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["prune", "M", "O", *options.split()])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "qprecon prune --help" in error
     assert stopped.value.code == 2 and all(culprit in error for culprit in culprits)
+
+
+@pytest.mark.parametrize(
+    ("command", "culprit"),
+    [([], "COMMAND"), (["prun", "M"], "did you mean prune?"), (["eval"], "MODEL"), (["recover", "M"], "DENSE, OUT"),
+     (["eval", "M", "--txet", "a"], "did you mean --text?"), (["solve", "a.npz", "--tol", "small"], "--tol")],
+)  # fmt: skip
+def test_a_wrong_command_line_is_answered_in_one_line(capsys, command, culprit):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(command)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and culprit in error and "--help" in error
+
+
+def test_what_is_not_there_is_answered_with_what_is(folder, tmp_path, capsys):
+    model, text = str(folder / "model"), str(folder / "calib.txt")
+    (tmp_path / "recipe.yaml").write_text("sparsity: 0.5")
+    out = str(tmp_path / "out")
+    for command, meant in (
+        (["prune", str(folder / "modle"), out, "--calib", text], model),
+        (["eval", str(folder / "modle"), "--text", text], model),
+        (["prune", model, out, "--seqlen", "32", "--calib", str(folder / "clib.txt")], text),
+        (["prune", model, out, "--calib", f"{text}:0,5", "--calib", "b.txt"], f"{text}:0.5"),
+        (["prune", model, out, "--recipe", str(tmp_path / "recipe.yml")], str(tmp_path / "recipe.yaml")),
+    ):
+        assert cli.main(command) == 2
+        assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_settings_are_checked_before_anything_is_fetched(folder, tmp_path, capsys, monkeypatch):

@@ -12,11 +12,10 @@ import torch
 
 import qprecon
 from qprecon import Status
+from tests.contract import cases
 from tests.fuzz.exact import Exact, nearest, quadratic_gain
 from tests.fuzz.problems import Case
 from tests.fuzz.truth import Truth
-
-from . import cases
 
 UNBOUNDED = ("auto", "cholesky", "pcg", "admm")
 
@@ -267,3 +266,71 @@ def test_numbers_beyond_a_backends_dtype_warn_of_nothing(backend: str) -> None:
         w_NK = np.array([[1e30]], dtype=np.float32)
         solution = qprecon.solve(np.array([[1e23]]), w_NK, np.array([[0]]), backend, dtype="float32")
     assert solution.weights[0, 0] == 0.0
+
+
+@pytest.mark.parametrize("backend", ["cholesky", "pcg", "admm"])
+@pytest.mark.parametrize("size", [1e27, 3e29])
+def test_factors_beyond_float32_scale_weights_within_it(backend: str, size: float) -> None:
+    """A small channel beside one of 1e35 and weights of 1e30: the factors that scale them are beyond float32.
+
+    The answer is found where float32 holds it (-7.8e37), and is the masked weights, without a warning, where it does not (-7.8e39).
+    """
+    h_NN = np.array([[2.0927313481011144e14, 5.4347686035996833e24], [5.4347686035996833e24, 1.4148485540020524e35]])
+    w_NK, mask_NK = np.array([[1e30], [-size]], dtype=np.float32), np.array([[1], [0]])
+    optimum = float(w_NK[0, 0]) + h_NN[0, 1] * float(w_NK[1, 0]) / h_NN[0, 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = qprecon.solve(h_NN, w_NK, mask_NK, backend, dtype="float32")
+    if abs(optimum) < np.finfo(np.float32).max:
+        assert solution.status[0] is Status.OPTIMAL
+        assert solution.weights[0, 0] == pytest.approx(optimum, rel=1e-4)
+    else:
+        assert solution.status[0] is Status.FELL_BACK
+        assert solution.weights[0, 0] == w_NK[0, 0]
+
+
+def test_an_objective_below_zero_is_shown_as_it_is() -> None:
+    """Where H has negative eigenvalues of the size of its rounding, f may be below 0: it was shown as 0, which is further off.
+
+    20 blocks of [[1, -1], [-1, 1 - e]] and a difference of ones: f = -20 e, and no number on the way is rounded.
+    """
+    e = 2.0**-43
+    h_NN = scipy.linalg.block_diag(*20 * [np.array([[1.0, -1.0], [-1.0, 1.0 - e]])])
+    ones_NK = np.ones((40, 1))
+    audit = qprecon.prepare(h_NN).audit(ones_NK, ones_NK, 0.0 * ones_NK)
+    assert audit.objective[0] == -20.0 * e
+    assert audit.relative_gap[0] > 1e-4
+
+
+def notice_of_rounding(solution: qprecon.Solution) -> int:
+    """How many columns the notice names, 0 without one."""
+    found = [notice for notice in solution.notices if "tokens" in notice]
+    assert all(notice in solution.summary() for notice in found)
+    return int(found[0].split()[0]) if found else 0
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "widened"])
+@pytest.mark.parametrize("large", [1.0, 1e3])
+def test_certified_by_rounding_alone_is_said(kind: str, large: float) -> None:
+    """Fewer tokens than kept inputs: where float32 happens to make H definite, every certified column is named, and no other."""
+    named = 0
+    for seed in range(60):
+        x_TN = tokens((30, 32), large, seed)
+        h = x_TN.T @ x_TN
+        h = torch.from_numpy(h) if kind == "torch" else h.astype(np.float64) if kind == "widened" else h
+        w_NK, mask_NK = np.random.default_rng(seed).standard_normal((32, 8)).astype(np.float32), np.ones((32, 8), dtype=bool)
+        mask_NK[:1], mask_NK[1:12, 4:] = False, False  # 31 kept inputs, and 20
+        solution = qprecon.solve(h, torch.from_numpy(w_NK) if kind == "torch" else w_NK, mask_NK, "cholesky")
+        expected = int(solution.optimal[:4].sum())
+        assert notice_of_rounding(solution) == expected
+        assert solution.optimal[4:].all()
+        named += expected
+    assert named >= 4
+
+
+@pytest.mark.parametrize("given", [{"damping": 0.01}, {"damping": 1e-4}, {"count": 200}])
+def test_no_notice_where_h_is_known(given: dict[str, Any]) -> None:
+    """With damping, or with more tokens than inputs."""
+    x_TN = tokens((given.pop("count", 30), 32))
+    w_NK, mask_NK = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32), three_of_four(32, 8)
+    assert qprecon.solve(x_TN.T @ x_TN, w_NK, mask_NK, **given).notices == ()

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from qprecon.grids import BF16, E2M1, E4M3, FP16, find_grid, fit_scales
 from qprecon.rounding import descend, feedback, refit_scales, search_scales
-
-from .small_problems import gram
+from tests.small_problems import gram
 
 NAMES = ("int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16", "fp16")
 E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

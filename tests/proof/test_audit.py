@@ -13,9 +13,8 @@ import qprecon
 from qprecon import Status
 from qprecon.audit import FLOOR, Figures, audit, relative_gap
 from qprecon.certificate import Certificate, certificate
-
-from . import reference
-from .families import FAMILIES, Problem, real_layers, real_problem
+from tests.contract import reference
+from tests.contract.families import FAMILIES, Problem, real_layers, real_problem
 
 AUDITED = [name for name in FAMILIES if name != "no_columns"]
 

@@ -14,10 +14,9 @@ import qprecon
 from qprecon import registry
 from qprecon.interface import Backend, RawColumns
 from qprecon.options import check_values
+from tests.small_problems import check_against_cholesky, check_limits, problem
 
-from .small_problems import check_against_cholesky, check_limits, problem
-
-GUIDE = Path(__file__).parent.parent / "docs" / "adding_a_backend.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "adding_a_backend.md"
 
 
 def block(language: str) -> str:

@@ -1,0 +1,36 @@
+"""What is wrong with a command line, in one line; argparse would put the whole usage before it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+_NO_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)$", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line with the nearest word that is known, and where all of them are listed."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and end the process with 2."""
+        if found := _NO_CHOICE.search(message):
+            message += did_you_mean(found["word"], re.findall(r"[\w.-]+", found["choices"]))
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{end} All there is: {self.prog} --help\n")
+
+    def unknown(self, arguments: Sequence[str]) -> NoReturn:
+        """End the process over arguments that nobody takes."""
+        first = arguments[0]
+        if not first.startswith("-"):
+            self.error(f"{first!r} is one argument too many")
+        known = [flag for action in self._actions for flag in action.option_strings]
+        self.error(f"unknown flag {first}{did_you_mean(first.partition('=')[0], known)}")
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The end of a message about an unknown word."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,48 @@
+"""What lies beside an output while it is made: a folder that is filled before it gets its name, and the output that it replaces.
+
+A run that is killed may leave either. Whoever has claimed the output (`Journal`) brings back an old one that was on its way out,
+and removes the rest once the new one is there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_SAVING, _OLD = "saving", "old"
+
+
+def saving_folder(out: Path) -> Path:
+    """A new empty folder beside `out`."""
+    return Path(tempfile.mkdtemp(prefix=f".{out.name}.{_SAVING}.", dir=out.parent))
+
+
+def put(folder: Path, out: Path) -> None:
+    """Give `folder` the name `out`; what had it goes."""
+    if out.is_dir():
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{_OLD}.", dir=out.parent))
+        os.replace(out, old)  # onto an empty folder; then the name is free
+        os.replace(folder, out)
+        shutil.rmtree(old)
+    else:
+        os.replace(folder, out)
+
+
+def restore(out: Path) -> None:
+    """Bring back an output that a run was replacing when it was killed. Only for who has claimed `out`."""
+    olds = [old for old in _left(out, _OLD) if any(old.iterdir())]
+    if olds and not out.exists():
+        os.replace(olds[0], out)
+
+
+def tidy(out: Path) -> None:
+    """Remove what killed runs left. Only for who has claimed `out`, once that is there."""
+    for left in (*_left(out, _SAVING), *_left(out, _OLD)):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _left(out: Path, kind: str) -> list[Path]:
+    start = f".{out.name}.{kind}."  # not as a pattern: names may hold [ and *
+    return [path for path in sorted(out.parent.iterdir()) if path.name.startswith(start) and path.is_dir()]

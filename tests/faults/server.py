@@ -1,0 +1,120 @@
+"""A process that has torch and qprecon loaded and forks one child a command line: a run takes a tenth of a second, not ten.
+
+`python -m tests.faults.server` reads jobs from stdin, a line of JSON each, and answers with a line each:
+
+    {"run": ["prune", …], "out": FILE, "err": FILE, "env": {…}, "fault": {…}}   ->  {"pid": PID}
+    {"wait": PID, "seconds": S}                                                 ->  {"code": CODE}, null after S seconds
+
+The child does what the console script does, with the arguments of `run` as its command line; CODE is as of `subprocess`, so that a
+child that a signal ended has minus its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    _load()
+    print(json.dumps({"ready": os.getpid()}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps(_start(job) if "run" in job else _wait(job["wait"], job["seconds"])), flush=True)
+
+
+def _load() -> None:
+    """Whatever a run imports late; and nothing that leaves a thread, which a fork would lose."""
+    import tempfile
+    from pathlib import Path
+
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0
+    from qprecon import cli
+
+    from .runs import make_models
+
+    with tempfile.TemporaryDirectory() as name:
+        models = make_models(Path(name), ("llama",))
+        stdout, sys.stdout = sys.stdout, sys.stderr
+        for command in (models.prune("llama", Path(name) / "out"), models.evaluate("llama")):
+            if cli.main([*command, "--quiet"]):
+                raise SystemExit("a run without any fault failed")
+        sys.stdout = stdout
+    if (threads := threading.enumerate()) != [threading.main_thread()]:
+        raise SystemExit(f"threads are left: {threads}")
+
+
+def _start(job: dict[str, Any]) -> dict[str, int]:
+    """It has begun when it takes signals: what comes before is Python's and this server's."""
+    sys.stdout.flush()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        os._exit(_child(job, writer))
+    os.close(writer)
+    os.read(reader, 1)  # or its end, where the child ended before
+    os.close(reader)
+    return {"pid": pid}
+
+
+def _child(job: dict[str, Any], begun: int) -> int:
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, name in ((1, job["out"]), (2, job["err"])):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
+        os.environ.update(job.get("env") or {})
+        sys.argv = ["qprecon", *job["run"]]
+        from qprecon import cli
+
+        from . import inject
+
+        usual = cli.signals_raise
+
+        @contextlib.contextmanager
+        def signals_raise(to_the_end: bool) -> Iterator[None]:
+            with usual(to_the_end):
+                os.close(begun)
+                yield
+
+        cli.signals_raise = signals_raise
+        with inject.fault(job.get("fault")):
+            code = cli.main()
+            threading._shutdown()  # as Python does when it ends: threads of pools are waited for
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    return code
+
+
+def _wait(pid: int, seconds: float) -> dict[str, int | None]:
+    until = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return {"code": os.waitstatus_to_exitcode(status)}
+        if time.monotonic() > until:
+            return {"code": None}
+        time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""A few of each of the campaign's faults (`benchmarks/faults.py` has hundreds): the same checks, and no fault is found."""
+
+import os
+
+import pytest
+
+from .kills import kills, kills_at_changes, two_at_once
+from .runs import Server, Tally, make_models
+
+pytestmark = pytest.mark.skipif(os.name != "posix" or not os.path.isdir("/proc/self/fd"), reason="forks, signals and /proc")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("logs")) as started:
+        yield started
+
+
+@pytest.fixture
+def tally(request):
+    found = Tally(request.node.name, seed=1)
+    yield found
+    assert not found.faults, found.faults
+
+
+def test_killed_at_random_moments(server, models, tmp_path, tally):
+    kills(server, models, tmp_path, 6, tally, kinds=("llama",))
+    assert tally.counts["the same bits after all"] == 6
+
+
+def test_killed_at_changes_of_files(server, models, tmp_path, tally):
+    kills_at_changes(server, models, tmp_path, tally, step=19)
+    assert tally.counts["blocks taken over by the next run"] > 0
+
+
+def test_two_on_one_output(server, models, tmp_path, tally):
+    two_at_once(server, models, tmp_path, 2, tally)
+    assert tally.counts["pairs"] == 2
