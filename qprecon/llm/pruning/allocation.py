@@ -27,7 +27,7 @@ from qprecon.llm.pruning.plan import LayerPlan, Plan
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.settings.recipe import Recipe
-from qprecon.llm.statistics.gradients import LossGradients
+from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks

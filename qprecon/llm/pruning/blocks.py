@@ -25,7 +25,8 @@ from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow
-from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
+from qprecon.llm.statistics.gradients import loss_gradients
+from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks

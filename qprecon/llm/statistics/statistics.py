@@ -14,7 +14,8 @@ from qprecon.llm.model.linears import LinearView
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.collect import Beside, collect_grams
-from qprecon.llm.statistics.gradients import LossGradients, Source
+from qprecon.llm.statistics.gradients import Source
+from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.observe import sublayers, writes_to_stream
 from qprecon.llm.statistics.over_ranks import summed_grams
 from qprecon.llm.statistics.target import AUTO, held_out

@@ -33,8 +33,6 @@ class DiskBlocks:
     again.
     """
 
-    writes = True
-
     def __init__(
         self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog
     ):
@@ -255,7 +253,7 @@ class DiskBlocks:
         """
         names = list(names)
         tensors = shards.read({self.stored[name] for name in names})
-        if shards is self.shards and self.writes:
+        if shards is self.shards:
             self.sums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
         if pinned:
             tensors = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in tensors.items()}

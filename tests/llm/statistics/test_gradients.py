@@ -8,7 +8,8 @@ from qprecon.llm.calibration import memory
 from qprecon.llm.pruning.plan import plan_layers
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.statistics import gradients as module
-from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
+from qprecon.llm.statistics.gradients import loss_gradients
+from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from tests.llm.families import FAMILIES, build, tokens
 from tests.llm.statistics import reference
