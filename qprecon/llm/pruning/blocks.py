@@ -16,7 +16,7 @@ from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
 from qprecon.llm.pruning.dealt import prune_groups
-from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks
+from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks, kept_scales
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Plan
 from qprecon.llm.pruning.refine import WINDOWS, Refinement
@@ -79,7 +79,7 @@ def prune_blocks(
                                 refinement.after(module, index, [layer.view for layer in layers])
                     rows += (new := finished_rows(pruned, drafts, ranks))
                     log.add_parts(draft.seconds for draft in drafts)
-                    source.finish(index, new, kept_masks(drafts, ranks))
+                    source.finish(index, new, kept_masks(drafts, ranks), kept_scales(drafts, ranks))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if index < plan.last:

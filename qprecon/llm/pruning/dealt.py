@@ -34,7 +34,8 @@ def prune_groups(
             yield group, prune_group(group, grams, method)
         return
     lumps = [_lumps(group, grams, method, ranks.fixed) for group in groups]
-    shapes = tuple((group[0].view.n_inputs, tuple(part.width for part in each)) for group, each in zip(groups, lumps, strict=True))
+    widths = [tuple(sum(part.width for part in lump) for lump in each) for each in lumps]
+    shapes = tuple((group[0].view.n_inputs, each) for group, each in zip(groups, widths, strict=True))
     pieces = [(piece.rank, piece.group, lumps[piece.group][piece.first : piece.last]) for piece in dealt(shapes, ranks.size)]
     for number, group in enumerate(groups):
         own = [parts for rank, of, parts in pieces if rank == ranks.rank and of == number]
@@ -42,16 +43,18 @@ def prune_groups(
     _exchange(pieces, ranks, groups[0][0].view.parameter.device)
 
 
-def _lumps(group: Sequence[LayerPlan], grams: BlockGrams, method: Method, fixed: bool) -> list[Part]:
-    """What of a group stays on one rank: layers, or some columns of one."""
-    lumps: list[Part] = []
+def _lumps(group: Sequence[LayerPlan], grams: BlockGrams, method: Method, fixed: bool) -> list[tuple[Part, ...]]:
+    """What of a group stays on one rank: layers, or some columns of one; all of it where it has a scale in common."""
+    if method.quantize == "nvfp4":
+        return [tuple(Part.whole(layer) for layer in group)]
+    lumps: list[tuple[Part, ...]] = []
     for layer in group:
         width, n_inputs = layer.view.n_outputs, layer.view.n_inputs
         step = width
         if _by_output(layer, grams, method):
             step = -(-(_ENTRIES // n_inputs) // _FEWEST) if fixed else -(-width // (_LUMPS * _FEWEST))
             step = max(step, 1) * _FEWEST
-        lumps += [Part(layer, slice(first, min(first + step, width))) for first in range(0, width, step)]
+        lumps += [(Part(layer, slice(first, min(first + step, width))),) for first in range(0, width, step)]
     return lumps
 
 
@@ -60,29 +63,30 @@ def _by_output(layer: LayerPlan, grams: BlockGrams, method: Method) -> bool:
     return idle or is_known(method) or get_selector(method.mask).by_output(layer.pattern, **method.mask_options)
 
 
-def _prune(lumps: Sequence[Part], grams: BlockGrams, method: Method, fixed: bool) -> list[Draft]:
+def _prune(lumps: Sequence[Sequence[Part]], grams: BlockGrams, method: Method, fixed: bool) -> list[Draft]:
     """This rank's lumps of a group: side by side, or with a fixed order one after the other, each as if there were no others."""
     if not fixed:
         return prune_parts(_joined(lumps), grams, method)
-    prepared = qprecon.prepare(grams.hessian(lumps[0].view), damping=method.damping)
-    drafts = [draft for lump in lumps for draft in prune_parts([lump], grams, method, prepared)]
+    view = lumps[0][0].view
+    prepared = qprecon.prepare(grams.hessian(view), damping=method.damping)
+    drafts = [draft for lump in lumps for draft in prune_parts(lump, grams, method, prepared)]
     prepared.release()
-    grams.forget_targets(lumps[0].view)
+    grams.forget_targets(view)
     return drafts
 
 
-def _joined(lumps: Sequence[Part]) -> list[Part]:
+def _joined(lumps: Sequence[Sequence[Part]]) -> list[Part]:
     """The same columns, those of a layer as one part."""
     parts: list[Part] = []
-    for lump in lumps:
-        if parts and parts[-1].layer is lump.layer:
-            parts[-1] = Part(lump.layer, slice(parts[-1].columns.start, lump.columns.stop))
+    for part in (part for lump in lumps for part in lump):
+        if parts and parts[-1].layer is part.layer:
+            parts[-1] = Part(part.layer, slice(parts[-1].columns.start, part.columns.stop))
         else:
-            parts.append(lump)
+            parts.append(part)
     return parts
 
 
-def _exchange(pieces: Sequence[tuple[int, int, Sequence[Part]]], ranks: Ranks, device: torch.device) -> None:
+def _exchange(pieces: Sequence[tuple[int, int, Sequence[Sequence[Part]]]], ranks: Ranks, device: torch.device) -> None:
     """Bring each rank's columns to all, as they are stored: what one rank has goes in one message."""
     ranks.gathered(None)  # all are done
     for source in range(ranks.size):

@@ -13,12 +13,15 @@ import torch
 
 from qprecon.halves import has_fast_halves
 from qprecon.linalg import bfloat16_parts
+from qprecon.llm.lowbit.rounding import at_host, joined_scales, relative_gap
 from qprecon.llm.masks.packed import pack
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.report import LayerRow
 
 if TYPE_CHECKING:
     import qprecon
+    from qprecon.grids import Fitted
+    from qprecon.llm.lowbit.rounding import Stored
     from qprecon.llm.pruning.method import Method
     from qprecon.llm.pruning.plan import LayerPlan
     from qprecon.llm.pruning.update import Part
@@ -53,13 +56,14 @@ class Draft:
     """A row, or a part of one, whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite;
     float64 (7,), sums over columns.
 
-    mask: the bits of the mask that was used (`masks.packed`), if the method keeps them.
+    mask: the bits of the mask that was used (`masks.packed`), scales: of low-bit weights, each if the method keeps them.
     """
 
     part: Part
     facts: dict[str, Any]
     figures: torch.Tensor
     mask: torch.Tensor | None = None
+    scales: Fitted | None = None
     seconds: Seconds | None = None
 
     @property
@@ -81,6 +85,7 @@ def draft_rows(
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     solution: qprecon.Solution | None,
     method: Method,
+    stored: Stored,
     note: str = "",
 ) -> list[Draft]:
     """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
@@ -94,10 +99,14 @@ def draft_rows(
     for part in parts:
         columns = slice(first, first := first + part.width)
         facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol)}
+        facts["stored_costs"] = stored.costs(columns)
+        if stored.fitted is not None:
+            facts["bits"] = stored.fitted.grid.bits_per_weight(part.view.n_inputs)
         if method.mask == "given":
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
         bits = pack(mask_NK[:, columns]) if method.keep_masks else None
-        drafts.append(Draft(part, facts, figures_7K[:, columns].sum(1), bits))
+        scales = stored.scales(columns) if method.keep_scales else None
+        drafts.append(Draft(part, facts, figures_7K[:, columns].sum(1), bits, scales))
     return drafts
 
 
@@ -110,6 +119,17 @@ def kept_masks(drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> dict[str, tor
     for name, _, part in sorted((each for told in ranks.gathered(own) for each in told), key=lambda each: each[:2]):
         bits.setdefault(name, []).append(torch.from_numpy(part))
     return {name: torch.cat(parts) for name, parts in bits.items()}  # parts begin at whole bytes
+
+
+def kept_scales(drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> dict[str, Fitted]:
+    """The grids and scales of a block's layers, on every rank; none unless the method keeps them."""
+    if ranks.alone:
+        return {draft.name: draft.scales for draft in drafts if draft.scales is not None}
+    own = [(draft.name, draft.part.columns.start, at_host(draft.scales)) for draft in drafts if draft.scales is not None]
+    parts: dict[str, list[Fitted]] = {}
+    for name, _, part in sorted((each for told in ranks.gathered(own) for each in told), key=lambda each: each[:2]):
+        parts.setdefault(name, []).append(part)
+    return {name: joined_scales(each) for name, each in parts.items()}
 
 
 def finished_rows(layers: Sequence[LayerPlan], drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> list[LayerRow]:
@@ -140,6 +160,8 @@ class _Counted:
         for name, joined in (("relative_gap", max), ("iterations", max), ("uncertified", sum), ("fallbacks", sum)):
             if name in facts:
                 facts[name] = joined((facts[name], more[name]))
+        if facts["stored_costs"] is not None:
+            facts["stored_costs"] = tuple(a + b for a, b in zip(facts["stored_costs"], more["stored_costs"], strict=True))
         if "backend" in facts and more["backend"] not in facts["backend"].split(", "):
             facts["backend"] += f", {more['backend']}"
         figures = [mine + its for mine, its in zip(self.figures, other.figures, strict=True)]
@@ -164,7 +186,9 @@ def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
         mask_seconds=seconds.mask, update_seconds=seconds.update, seconds=seconds.mask + seconds.update + seconds.measure,
         solve_seconds=seconds.solve, audit_seconds=seconds.audit,
     )  # fmt: skip
-    return replace(row, **counted.facts)
+    facts = dict(counted.facts)
+    costs = facts.pop("stored_costs")
+    return replace(row, **facts, stored_gap=costs and relative_gap(*costs))
 
 
 def _energies(
@@ -183,7 +207,7 @@ def _energies(
         bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
         masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
         new_K = undamped(solution.objective, new_NK - dense_NK)
-    same = stored_NK is new_NK or (solution is None and method.update != "own")
+    same = stored_NK is new_NK or (solution is None and method.update != "own" and method.quantize == "none")
     return [masked_K, new_K, new_K if same else energy(stored_NK - dense_NK)]
 
 

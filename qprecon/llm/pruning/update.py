@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import qprecon
+from qprecon.llm.lowbit.rounding import on_their_grid
 from qprecon.llm.masks import LayerData, Selection, get_selector
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.linears import LinearView
@@ -84,15 +85,17 @@ def prune_parts(
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
+    stored = on_their_grid(views, prepared, dense_NK, selection.mask_NK, new_NK, solution, method)
     if last:
         prepared.release()
     for part, columns in placed(parts):
-        part.view.write(new_NK[:, columns], part.taken)
+        part.view.write(stored.weights_NK[:, columns], part.taken)
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
     exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
-    stored_NK = new_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
-    drafts = draft_rows(parts, prepared, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
+    stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
+    matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
+    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, note)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]

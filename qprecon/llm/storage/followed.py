@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qprecon.grids import Fitted
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.journal import PROGRESS, Journal
 from qprecon.llm.storage.sources import DiskBlocks, block_key
@@ -51,7 +52,9 @@ class FollowedBlocks(DiskBlocks):
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Nothing to do."""
 
-    def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
+    def finish(
+        self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor], scales: Mapping[str, Fitted] | None = None
+    ) -> None:
         """Nothing to do."""
 
     def close(self) -> None:

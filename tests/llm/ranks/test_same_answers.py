@@ -65,6 +65,7 @@ def check_rows(found, expected):
     ("llama", 2, 4, {"allocation": "owl"}),
     ("llama", 2, 4, {"allocation": "loss"}),
     ("llama", 2, 4, {"propagate": "dense", "targets": "mlp"}),
+    ("llama", 2, 4, {"preset": "balanced"}),
 ])  # fmt: skip
 def test_as_one_process(family, size, n, settings):
     windows = tokens(n)
@@ -80,6 +81,18 @@ def test_as_one_process(family, size, n, settings):
     assert sum(facts["windows"] for facts in reported.ranks) == n
     assert {facts["rank"] for facts in reported.ranks} == set(range(size))
     assert all(facts["bytes_broadcast"] > 0 and facts["phase_seconds"] for facts in reported.ranks)
+
+
+@pytest.mark.parametrize("grid", ["int4", "nvfp4"])
+def test_low_bit_weights(grid):
+    """A tie on the grid may go either way, so errors are compared, and first layers, which see the same inputs."""
+    settings = {"quantize": grid, "group_size": 16} if grid == "int4" else {"quantize": grid}
+    settings |= {"mask": "magnitude", "targets": "layers.0"}
+    expected, report = in_memory(0, "llama", tokens(4), settings)
+    found, reported = run(2, in_memory, "llama", tokens(4), settings)[0]
+    for mine, other in zip(reported.layers, report.layers, strict=True):
+        assert mine.error_stored == pytest.approx(other.error_stored, rel=0.05) and mine.bits == other.bits
+        assert mine.stored_gap == pytest.approx(other.stored_gap, rel=0.05)
 
 
 @pytest.mark.parametrize(("family", "settings"), [("llama", TARGETS), ("qwen2-moe", {"backend": "pcg"} | TARGETS)])
