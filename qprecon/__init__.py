@@ -2,7 +2,8 @@
 
     solution = qprecon.solve(H, W, mask, damping=0.01)
 
-``qprecon.llm`` prunes transformers; it is loaded when first touched, so that ``import qprecon`` loads neither torch nor jax.
+``qprecon.llm`` prunes transformers, ``qprecon.torch`` and ``qprecon.jax`` differentiate the solve. Each is loaded when first
+touched, so that ``import qprecon`` loads neither torch nor jax.
 """
 
 from typing import Any
@@ -14,7 +15,9 @@ from .errors import (
     UnknownBackendError,
     UnsupportedError,
 )
+from .estimator import MaskedRidge, fit
 from .forms import BoxForm, ReducedForm, box_form, reduced_form
+from .moments import Moments, gram
 from .prepared import PreparedHessian, prepare, solve
 from .problem import ColumnQP
 from .registry import available_backends
@@ -31,6 +34,8 @@ __all__ = [
     "BackendNotInstalledError",
     "BoxForm",
     "ColumnQP",
+    "MaskedRidge",
+    "Moments",
     "NotOptimalError",
     "PreparedHessian",
     "Provenance",
@@ -43,6 +48,8 @@ __all__ = [
     "UnsupportedError",
     "available_backends",
     "box_form",
+    "fit",
+    "gram",
     "llm",
     "prepare",
     "reduced_form",
@@ -51,8 +58,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "llm":
+    if name in ("llm", "torch", "jax"):
         import importlib
 
-        return importlib.import_module("qprecon.llm")
+        return importlib.import_module(f"qprecon.{name}")
     raise AttributeError(f"module 'qprecon' has no attribute {name!r}")

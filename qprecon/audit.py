@@ -15,6 +15,7 @@ Rounding is counted. Where A is positive semidefinite |A_ij| ≤ √(A_ii A_jj),
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,18 +193,26 @@ def _split(
     if not problem.has_bounds:
         return free_NK, rho_NK[:0].sum(0)
     zero_NK = price_NK = xp.zeros_like(rho_NK)
-    diagonal_N1 = cert.root_N[:, None] ** 2
+    for takes_NK, cost_NK in bounds_that_hold(problem, rho_NK, new_NK, cert.root_N[:, None] ** 2, columns):
+        free_NK = xp.where(takes_NK & mask_NK, zero_NK, free_NK)
+        price_NK = xp.where(takes_NK & mask_NK, cost_NK, price_NK)
+    return free_NK, price_NK.sum(0)
+
+
+def bounds_that_hold(
+    problem: ColumnQP, rho_NK: Array, new_NK: Array, diagonal_N1: Array, columns: Any = slice(None)
+) -> Iterator[tuple[Array, Array]]:
+    """Of the upper and the lower bounds, where they take the residual ρ, (N, K) bool, and what that costs, 2ρ(bound − ŵ).
+
+    Any choice makes a valid certificate: a bound takes ρ where that is cheaper than the quadratic term's own estimate ρ²/A_ii.
+    """
     for bound_NK, sign in ((problem.upper_NK, 1.0), (problem.lower_NK, -1.0)):
         if bound_NK is None:
             continue
         slack_NK = sign * (cast(bound_NK[:, columns], "float64") - new_NK)
-        # any choice is valid: let the bound take ρ where that is cheaper than the quadratic term's own diagonal estimate
         with np.errstate(invalid="ignore"):  # 0·∞, where there is no bound: NaN takes nothing
             cost_NK = 2.0 * sign * rho_NK * slack_NK
-            takes_NK = mask_NK & (sign * rho_NK > 0) & (slack_NK >= 0) & (cost_NK * diagonal_N1 <= rho_NK * rho_NK)
-        free_NK = xp.where(takes_NK, zero_NK, free_NK)
-        price_NK = xp.where(takes_NK, cost_NK, price_NK)
-    return free_NK, price_NK.sum(0)
+            yield (sign * rho_NK > 0) & (slack_NK >= 0) & (cost_NK * diagonal_N1 <= rho_NK * rho_NK), cost_NK
 
 
 def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: Array, mask_NK: Array) -> Array:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import scipy.linalg
 
 from .interop import Array, kind_of, namespace
 
@@ -42,6 +41,12 @@ class _Overlapping:
                     self._undo.close()
 
 
+def _lapack() -> Any:
+    import scipy.linalg  # takes longer than all else that `import qprecon` loads, and torch arrays never need it
+
+    return scipy.linalg
+
+
 def cholesky(a_NN: Array) -> Array | None:
     """Lower Cholesky factor of a symmetric matrix, or None where it does not exist numerically.
 
@@ -52,8 +57,8 @@ def cholesky(a_NN: Array) -> Array | None:
         factor, info = torch.linalg.cholesky_ex(a_NN)
         return factor if int(info) == 0 and bool(torch.isfinite(torch.diagonal(factor)).all()) else None
     try:
-        factor = scipy.linalg.cholesky(a_NN, lower=True, check_finite=False)
-    except scipy.linalg.LinAlgError:
+        factor = _lapack().cholesky(a_NN, lower=True, check_finite=False)
+    except np.linalg.LinAlgError:
         return None
     return factor if np.isfinite(factor.diagonal()).all() else None
 
@@ -62,7 +67,7 @@ def solve_lower(factor_NN: Array, b_NK: Array) -> Array:
     """``L⁻¹ b`` for a lower triangular ``L``."""
     if kind_of(b_NK) == "torch":
         return namespace(b_NK).linalg.solve_triangular(factor_NN, b_NK, upper=False)
-    return scipy.linalg.solve_triangular(factor_NN, b_NK, lower=True, check_finite=False)
+    return _lapack().solve_triangular(factor_NN, b_NK, lower=True, check_finite=False)
 
 
 def upper_inverse_factor(a_NN: Array) -> Array | None:
@@ -78,7 +83,7 @@ def upper_inverse_factor(a_NN: Array) -> Array | None:
     if lower_NN is None:
         return None
     upper_NN = np.triu(lower_NN[::-1, ::-1])
-    return scipy.linalg.solve_triangular(upper_NN, np.eye(len(a_NN), dtype=a_NN.dtype), lower=False, check_finite=False)
+    return _lapack().solve_triangular(upper_NN, np.eye(len(a_NN), dtype=a_NN.dtype), lower=False, check_finite=False)
 
 
 def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
@@ -175,6 +180,7 @@ def fitting_threads(n: int, k: int, library: str) -> Iterator[None]:
 def _blas() -> Any:
     import threadpoolctl
 
+    _lapack()  # a controller knows the libraries that are loaded when it is made
     return threadpoolctl.ThreadpoolController()
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from .audit import bounds_that_hold
 from .errors import NotOptimalError
-from .interop import Array, cast, dtype_name, from_core, to_core
+from .interop import Array, cast, dtype_name, from_core, namespace, to_core
 from .notices import fitted_to_rounding
 from .problem import ColumnQP
 from .status import Status
@@ -94,14 +95,36 @@ class Solution:
         Computed as (H + λI)(W − Ŵ), and rhs − HW where there is one, in float64. On pruned entries it is the gradient that decides
         which of them would gain most by being kept.
         """
+        problem, new_NK, rho_NK = self._rho()
+        return from_core(cast(rho_NK, dtype_name(new_NK)), problem.place)
+
+    @functools.cached_property
+    def duals(self) -> Array:
+        """Multipliers y of the mask and the bounds, (N, K), of the weights' kind and dtype, made when first asked for.
+
+        ∇f(Ŵ) + y = 0 up to what the certificate allows, with OSQP's signs: y > 0 where an upper bound holds a weight back, y < 0
+        where a lower one does, of either sign on pruned entries, 0 on free ones. So y is 2ρ on pruned entries and at bounds, with ρ
+        the ``residual``: the rate at which f would fall if the constraint gave way. Where bounds hold is decided as for the
+        certificate (``qprecon.audit``), since a solver may leave a weight just short of its bound.
+        """
+        problem, new_NK, rho_NK = self._rho()
+        xp, zero_NK = namespace(rho_NK), 0.0 * rho_NK
+        held_NK = ~problem.mask_NK
+        diagonal_N1 = cast(problem.hessian_NN.diagonal(), "float64")[:, None] + problem.ridge
+        rounded = problem.with_rounded_bounds(dtype_name(new_NK), outwards=True)
+        for takes_NK, _ in bounds_that_hold(rounded, rho_NK, cast(new_NK, "float64"), diagonal_N1):
+            held_NK = held_NK | takes_NK
+        return from_core(cast(xp.where(held_NK, 2.0 * rho_NK, zero_NK), dtype_name(new_NK)), problem.place)
+
+    def _rho(self) -> tuple[ColumnQP, Array, Array]:
+        """The problem, the weights in the core's library, and their residual in float64."""
         if self.problem is None:
-            raise ValueError("the solution was parted from its problem, so it has no residual")
+            raise ValueError("the solution was parted from its problem, so it has neither residual nor duals")
         problem = self.problem
         new_NK = to_core(self.weights, problem.place, "weights")
         rho_NK = problem.damped_product(cast(problem.weights_NK, "float64") - cast(new_NK, "float64"))
         g_NK = problem.linear("float64")
-        rho_NK = rho_NK if g_NK is None else rho_NK + g_NK
-        return from_core(cast(rho_NK, dtype_name(new_NK)), problem.place)
+        return problem, new_NK, rho_NK if g_NK is None else rho_NK + g_NK
 
     @functools.cached_property
     def notices(self) -> tuple[str, ...]:

@@ -16,6 +16,9 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
     "order": {"order": True},
     "drift": {"drift": 0.5},
     "token_weights": {"token_weights": 0.5},
+    "residual": {"residual": 0.5, "order": True},
+    "output_weights": {"output_weights": 0.5},
+    "allocation": {"allocation": "loss"},
 }
 PATTERNS = ("50%", "60%", "70%", "2:4")
 PRESETS = ("fast", "balanced", "best")

@@ -94,7 +94,10 @@ def presets() -> str:
 def ladder() -> str:
     """What each ingredient gains, on validation texts."""
     rows = [row for row in load("quality_smollm2-135m") if row["split"] == "validation"]
-    names = {"alps": "ALPS's mask", "order": "order", "drift": "drift", "token_weights": "token weights"}
+    names = {
+        "alps": "ALPS's mask", "order": "order", "drift": "drift", "token_weights": "token weights", "residual": "residual stream",
+        "output_weights": "output weights", "allocation": "allocation by loss",
+    }  # fmt: skip
     patterns = ("50%", "60%", "70%", "2:4")
     body = [
         [row["pattern"], " + ".join(names.get(each, each) for each in row["ingredients"]) or "Wanda + optimal, as `fast`",

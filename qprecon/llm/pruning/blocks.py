@@ -15,7 +15,7 @@ from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
-from qprecon.llm.pruning.measure import finished_rows, kept_masks
+from qprecon.llm.pruning.measure import finished_rows, kept_masks, kept_scales
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Plan
 from qprecon.llm.pruning.refine import WINDOWS, Refinement
@@ -49,7 +49,7 @@ def prune_blocks(
         with log.phase("capture"):
             statistics = _statistics(source, method, samples, store)
             refinement = Refinement(method, statistics) if method.refine != "none" else None
-        if method.token_weights or isinstance(rule, ByLoss):
+        if method.token_weights or method.output_weights or isinstance(rule, ByLoss):
             with log.phase("gradients"):
                 log.step("gradients", 0)
                 statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log)
@@ -71,7 +71,7 @@ def prune_blocks(
                                 refinement.after(module, index, [layer.view for layer in layers])
                     rows += (new := finished_rows(drafts))
                     log.add_rows(new)
-                    source.finish(index, new, kept_masks(drafts))
+                    source.finish(index, new, kept_masks(drafts), kept_scales(drafts))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if index < plan.last:
@@ -88,7 +88,8 @@ def _statistics(source: MemoryBlocks | DiskBlocks, method: Method, samples: list
     beside = bool(method.drift or method.residual or refined)
     inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None)
     on_dense = method.propagate == "dense"
-    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, method.token_weights)
+    powers = method.token_weights, method.output_weights
+    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, *powers)
 
 
 def _in_order(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.mixture import described
+from qprecon.llm.lowbit.grid import check_grid
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
@@ -95,12 +96,13 @@ def prune_model(
         rule = allocation_asked(recipe)
         recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store, "save_masks": save_masks}
         recorded["allocation_options"] = rule and rule.options
-        method = Method(**recipe.settings(), keep_masks=save_masks)
+        method = Method(**recipe.settings(), keep_masks=save_masks, keep_scales=out is not None)
         check_choices(method, device)
         with log.library_bars():
             found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
+        check_grid(method, [layer.view for layers in plan.layers for layer in layers], written=out is not None)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
         folder = None if found.shards is None else found.shards.folder
         if out is not None:

@@ -18,6 +18,8 @@ from qprecon.llm.reporting.report import LayerRow
 
 if TYPE_CHECKING:
     import qprecon
+    from qprecon.grids import Fitted
+    from qprecon.llm.lowbit.rounding import Stored
     from qprecon.llm.pruning.method import Method
     from qprecon.llm.pruning.plan import LayerPlan
 
@@ -50,13 +52,14 @@ class Seconds:
 class Draft:
     """A row whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite; float64 (7,).
 
-    mask: the bits of the mask that was used (`masks.packed`), if the method keeps them.
+    mask: the bits of the mask that was used (`masks.packed`), scales: of low-bit weights, each if the method keeps them.
     """
 
     layer: LayerPlan
     facts: dict[str, Any]
     figures: torch.Tensor
     mask: torch.Tensor | None = None
+    scales: Fitted | None = None
     seconds: Seconds | None = None
 
     @property
@@ -74,6 +77,7 @@ def draft_rows(
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     solution: qprecon.Solution | None,
     method: Method,
+    stored: Stored,
     note: str = "",
 ) -> list[Draft]:
     """A draft for each layer of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
@@ -86,17 +90,25 @@ def draft_rows(
     drafts, first = [], 0
     for layer in layers:
         columns = slice(first, first := first + layer.view.n_outputs)
-        facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol)}
+        facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol), "stored_gap": stored.gap(columns)}
+        if stored.fitted is not None:
+            facts["bits"] = stored.fitted.grid.bits_per_weight(layer.view.n_inputs)
         if method.mask == "given":
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
         bits = pack(mask_NK[:, columns]) if method.keep_masks else None
-        drafts.append(Draft(layer, facts, figures_7K[:, columns].sum(1), bits))
+        scales = stored.scales(columns) if method.keep_scales else None
+        drafts.append(Draft(layer, facts, figures_7K[:, columns].sum(1), bits, scales))
     return drafts
 
 
 def kept_masks(drafts: Sequence[Draft]) -> dict[str, torch.Tensor]:
     """The packed masks of a block, layer -> bits; none unless the method keeps them."""
     return {draft.layer.view.name: draft.mask for draft in drafts if draft.mask is not None}
+
+
+def kept_scales(drafts: Sequence[Draft]) -> dict[str, Fitted]:
+    """The grids and scales of a block's layers; none unless the method keeps them."""
+    return {draft.layer.view.name: draft.scales for draft in drafts if draft.scales is not None}
 
 
 def finished_rows(drafts: Sequence[Draft]) -> list[LayerRow]:
@@ -142,7 +154,7 @@ def _energies(
         bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
         masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
         new_K = undamped(solution.objective, new_NK - dense_NK)
-    same = stored_NK is new_NK or (solution is None and method.update != "own")
+    same = stored_NK is new_NK or (solution is None and method.update != "own" and method.quantize == "none")
     return [masked_K, new_K, new_K if same else energy(stored_NK - dense_NK)]
 
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class Method(Recipe):
     """The recipe as layers see it: with given masks read, and with masks that were learned on the whole model.
 
-    keep_masks: drafts of rows carry the masks that were used, packed.
+    keep_masks: drafts of rows carry the masks that were used, packed; keep_scales: the scales of low-bit weights.
     """
 
     keep_masks: bool = False
+    keep_scales: bool = False
     learned_masks: Mapping[str, torch.Tensor] | None = None

@@ -138,7 +138,7 @@ def open_source(
     if found.shards is None:
         return MemoryBlocks(found.model, plan.blocks, device, log, claim_output(out) if out is not None else None)
     # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
-    of_all = settings["allocation"] != "uniform" or settings.get("token_weights")
+    of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
     fingerprint = {
         **versions(),
         "model files": found.shards.identity if of_all else found.shards.headers,

@@ -7,12 +7,14 @@ as columns and share one prepared H, so that what depends on H only (factors, th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import qprecon
+from qprecon.llm.lowbit.rounding import on_their_grid
 from qprecon.llm.masks import LayerData, Selection, get_selector
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.linears import LinearView
@@ -41,31 +43,42 @@ def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) 
     prepared, tokens = qprecon.prepare(grams.hessian(views[0]), damping=method.damping), grams.tokens(views[0])
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping)
     grams.forget_targets(views[0])
-    dense_NK, selection, note = choose_masks(layers, asked, prepared, tokens, method)
+    dense_NK, selection, note = choose_masks(layers, asked, prepared, tokens, method, grams.output_scales)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
+    stored = on_their_grid(views, prepared, dense_NK, selection.mask_NK, new_NK, solution, method)
     prepared.release()
     for view, columns in parts(views):
-        view.write(new_NK[:, columns])
+        view.write(stored.weights_NK[:, columns])
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
     exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
-    stored_NK = new_NK if exact else _beside([view.weights_NK() for view in views])
-    drafts = draft_rows(layers, prepared, tokens, (dense_NK, selection.mask_NK, new_NK, stored_NK), solution, method, note)
+    stored_NK = stored.weights_NK if exact else _beside([view.weights_NK() for view in views])
+    matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
+    drafts = draft_rows(layers, prepared, tokens, matrices, solution, method, stored, note)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]
 
 
 def choose_masks(
-    layers: Sequence[LayerPlan], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method
-) -> tuple[torch.Tensor, Selection, str]:
-    """The given weights and the selection of all layers side by side, and a note where another rule had to be taken."""
+    layers: Sequence[LayerPlan], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method,
+    scales: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, Selection, str]:  # fmt: skip
+    """The given weights and the selection of all layers side by side, and a note where another rule had to be taken.
+
+    scales: by what outputs are multiplied for the choice, (K,) by name of the layer; optimal weights do not depend on it.
+    """
     chosen = []
     for layer, part in zip(layers, weights, strict=True):
-        data = LayerData(layer.view.name, part, prepared.hessian.hessian_NN, tokens, prepared)
-        chosen.append(choose_mask(data, layer.pattern, method))
+        scale_K = scales.get(layer.view.name)
+        scaled = part if scale_K is None else part * scale_K
+        data = LayerData(layer.view.name, scaled, prepared.hessian.hessian_NN, tokens, prepared)
+        selection, note = choose_mask(data, layer.pattern, method)
+        if scale_K is not None and selection.weights_NK is not None:
+            selection = replace(selection, weights_NK=selection.weights_NK / scale_K)
+        chosen.append((selection, note))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
     return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]

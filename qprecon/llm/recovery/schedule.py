@@ -52,5 +52,5 @@ def hold_out(windows: int, share: float, seed: int) -> tuple[list[int], list[int
 
 
 def default_rate(width: int) -> float:
-    """The peak learning rate for a model of this hidden size: 1e-4, and less for models wider than 1024."""
-    return 1e-4 * min(1.0, math.sqrt(1024 / width))
+    """The peak learning rate for a model of this hidden size: in inverse proportion to it (Yang et al., arXiv 2203.03466)."""
+    return min(5e-4, 0.25 / width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from qprecon.llm.model.dtypes import FLOATS
 from qprecon.llm.model.linears import LinearView, find_linears
 from qprecon.llm.model.unprunable import check_refused
 
+TOGETHER = 1 << 23  # bytes of masks that are unpacked at once: 64 MiB of bools, and as much beside them on the way
 LEAST_ZEROS = 0.01  # a layer with a smaller share of zeros was not pruned: dense models have a few by chance
 
 
@@ -156,16 +158,24 @@ def unpacked(bits: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 class Held:
     """The masks of the trained tensors, in their order; None for one that has no mask.
 
-    The bits lie on `device`, where gradients and weights are; a tensor elsewhere gets a copy of its own at each use.
+    The bits lie one behind the other on `device`, where gradients and weights are; a tensor elsewhere gets a copy of its own at
+    each use.
     """
 
     def __init__(self, masks: Sequence[torch.Tensor | None], device: torch.device | str = "cpu"):
         """`masks`: bits as `packed` makes them."""
-        self.bits = [None if bits is None else bits.to(device) for bits in masks]
+        sizes = [0 if bits is None else bits.numel() for bits in masks]
+        known = [bits.to(device) for bits in masks if bits is not None]
+        self._all = torch.cat(known) if known else torch.zeros(0, dtype=torch.uint8, device=device)
+        self._first = [0, *itertools.accumulate(sizes)]
+        self.bits = [None if bits is None else self._all[a:b] for bits, (a, b) in zip(masks, self._places(), strict=True)]
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        return itertools.pairwise(self._first)
 
     @property
     def bytes(self) -> int:
-        return sum(bits.numel() for bits in self.bits if bits is not None)
+        return self._all.numel()
 
     def kept(self, index: int, tensor: torch.Tensor) -> torch.Tensor | None:
         """The bool mask of the tensor of that index, in its shape and on its device."""
@@ -178,8 +188,30 @@ class Held:
         kept = self.kept(index, tensor)
         return tensor if kept is None else tensor.masked_fill_(kept.logical_not_(), 0)
 
+    @torch.no_grad()
     def zero_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """`zero` for all tensors, in order; those that are None (no gradient) are passed over."""
-        for index, tensor in enumerate(tensors):
-            if tensor is not None:
-                self.zero(index, tensor)
+        """`zero` for all tensors, in order; those that are None (no gradient) are passed over.
+
+        Masks are unpacked many at once, as a GPU takes longer to begin an operation than to do it on one of a small model.
+        """
+        masked = [index for index, bits in enumerate(self.bits) if bits is not None and tensors[index] is not None]
+        for run in self._together(masked):
+            first, last = self._first[run[0]], self._first[run[-1] + 1]
+            pruned = unpacked(~self._all[first:last], (8 * (last - first),))
+            for index in run:
+                tensor, start = tensors[index], 8 * (self._first[index] - first)
+                assert tensor is not None
+                own = pruned[start : start + tensor.numel()].view(tensor.shape)
+                tensor.masked_fill_(own.to(tensor.device), 0)
+
+    def _together(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """The indices in runs whose bits lie side by side: at most `TOGETHER` bytes of them, or those of one tensor."""
+        run: list[int] = []
+        for index in indices:
+            first, last = self._first[index], self._first[index + 1]
+            if run and (first != self._first[run[-1] + 1] or last - self._first[run[0]] > TOGETHER):
+                yield run
+                run = []
+            run.append(index)
+        if run:
+            yield run

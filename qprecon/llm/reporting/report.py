@@ -30,6 +30,10 @@ class LayerRow:
     included; `uncertified` columns exceed the tolerance; `fallbacks` columns kept their start, because the solver's
     answer was worse or not finite. All three are None where nothing was solved. `iterations` is the largest of a column.
 
+    `stored_gap` bounds how much more the weights in the file cost (in the damped problem, all columns together) than the best
+    real-valued weights of the mask, relative to what these cost at least; None where nothing was certified. `bits`: of a weight
+    that is stored in few, scales counted.
+
     Layers that share a Gram matrix are solved together; their seconds are split by columns. `solve_seconds` (set-up included)
     and `audit_seconds` are parts of `update_seconds`.
     """
@@ -57,6 +61,8 @@ class LayerRow:
     fallbacks: int | None = None
     solve_seconds: float = 0.0
     audit_seconds: float = 0.0
+    stored_gap: float | None = None
+    bits: float | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,18 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qprecon.grids import Grid, find_grid
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.settings.options import check_choice, check_options, option
 from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
+from qprecon.options import made_options
+from qprecon.stored import METHODS, Effort
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
 ALLOCATIONS = ("uniform", "owl", "loss")
 REFINE = ("none", "block", "halves")
+QUANTIZE = ("none", "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4")
 PROGRESS = ("bar", "json", "quiet")
 DEFAULT_SPARSITY = 0.5
 
 AMOUNT, WEIGHTS, CALIBRATION, LAYERS, RUN = "how much, and which weights", "kept weights", "calibration", "layers", "the run"
+BITS = "bits"
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class Recipe:
     )  # fmt: skip
     preset: str = option(
         "fast",
-        "defaults for what is not said: fast, balanced (order, drift=0.5, token_weights=0.5), best (with the mask alps too)",
+        "defaults for what is not said: fast, balanced (order, drift=0.5, residual=0.5, token_weights=0.5, "
+        "output_weights=0.5, allocation=loss), best (with the mask alps too)",
         AMOUNT, choices=tuple(PRESETS),
     )  # fmt: skip
     mask: str = option(
@@ -104,6 +110,11 @@ class Recipe:
         "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
         CALIBRATION, least=0, metavar="POWER", default="0",
     )  # fmt: skip
+    output_weights: float = option(
+        None,
+        "weigh a layer's outputs likewise where a mask compares them (alps, sparsegpt), to this power; 0 counts all alike",
+        CALIBRATION, least=0, metavar="POWER", default="0",
+    )  # fmt: skip
     refine: str = option(
         None,
         "then train the kept weights of each block, or of each half of it, together towards the dense block's output: none, block "
@@ -113,6 +124,26 @@ class Recipe:
     refine_options: Mapping[str, Any] | None = option(
         None, "options of refine: passes=4, lr=1e-4, teacher=0.5 (the share of the dense stream in what is aimed at)", WEIGHTS,
         flag="--refine-option", metavar="KEY=VALUE",
+    )  # fmt: skip
+    quantize: str = option(
+        "none",
+        "store the weights of the pruned layers in few bits (compressed-tensors); with sparsity 0 that is all that is done",
+        BITS, choices=QUANTIZE,
+    )  # fmt: skip
+    group_size: int | None = option(
+        None, "inputs that share a scale; 0: one scale for all inputs of an output", BITS, least=0,
+        default="128 for int4, int3 and int2, 0 for int8 and fp8; nvfp4 has 16, mxfp4 32",
+    )  # fmt: skip
+    rounding: str = option(
+        None,
+        "how weights come to the values that are stored: sweep, descent (coarser and without a factorisation), gptq (GPTQ's sweep "
+        "with the mask held, from the dense weights), gptq-start (from the rebuilt ones), nearest",
+        BITS, choices=METHODS, default="sweep",
+    )  # fmt: skip
+    rounding_options: Mapping[str, Any] | None = option(
+        None,
+        "options of sweep and descent: sweeps (passes of descent in a row), refits (of the scales), repeats (of the sweep)",
+        BITS, flag="--rounding-option", metavar="KEY=VALUE",
     )  # fmt: skip
     nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
     seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
@@ -144,6 +175,18 @@ class Recipe:
         object.__setattr__(self, "solve_options", dict(self.solve_options or {}))
         self._check_amount()
         self._check_targets()
+        self._check_bits()
+
+    def _check_bits(self) -> None:
+        if self.quantize != "none":
+            grid_asked(self.quantize, self.group_size)
+            if self.refine != "none":
+                raise ValueError("refine trains weights off their grid, so that it contradicts quantize")
+            if {"lower", "upper"} & self.solve_options.keys():
+                raise ValueError("solve_options: weights on a grid know no bounds, so that lower and upper contradict quantize")
+        elif self.group_size is not None:
+            raise ValueError("group_size is of quantize: say which, for instance quantize='int4'")
+        made_options("rounding", Effort, {"method": self.rounding, **self.rounding_options})
 
     def _check_targets(self) -> None:
         for name in ("drift", "residual"):
@@ -215,6 +258,12 @@ class Recipe:
         """The settings that differ from the defaults, which are those of the preset where it has one."""
         defaults = filled(self.settings() | dict.fromkeys((*PRESETS[self.preset], *OPTIONS_OF)))
         return {name: value for name, value in self.settings().items() if value != defaults.get(name, _plain_default(name))}
+
+
+def grid_asked(quantize: str, group_size: int | None, scale_dtype: str = "float32") -> Grid:
+    """The grid of the options `quantize` and `group_size`; ValueError for a size that it does not have."""
+    size: int | None | str = "default" if group_size is None else group_size or None
+    return find_grid(quantize, group_size=size, scale_dtype=scale_dtype)
 
 
 @dataclass(frozen=True)

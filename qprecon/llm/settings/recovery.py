@@ -38,9 +38,9 @@ class Recovery:
         "beside the kept weights of pruned layers (weights), which always are: norms, biases, embeddings, head, or all",
         TRAINING, metavar="WHAT",
     )  # fmt: skip
-    passes: int = option(4, "how often all windows are used", TRAINING, least=1)
+    passes: int = option(8, "how often all windows are used", TRAINING, least=1)
     batch: int = option(8, "windows a step", TRAINING, least=1)
-    lr: float | None = option(None, "peak learning rate of AdamW", TRAINING, default="1e-4, less for models wider than 1024")
+    lr: float | None = option(None, "peak learning rate of AdamW", TRAINING, default="0.25 / hidden size, at most 5e-4")
     warmup: float = option(
         0.05, "share of the steps in which the learning rate rises; then it falls along a cosine", TRAINING, least=0,
         metavar="SHARE",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,10 +13,14 @@ from qprecon.llm.statistics.gram import Gram
 
 @dataclass(frozen=True)
 class BlockGrams:
-    """The Gram matrix of each linear of a block, by name, and the block's outputs if they were asked for."""
+    """The Gram matrix of each linear of a block, by name, and the block's outputs if they were asked for.
+
+    output_scales: by what masks multiply a layer's outputs, (K,); see `LossGradients.output_scales`.
+    """
 
     by_name: dict[str, Gram]
     outputs: list[torch.Tensor] | None = None
+    output_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def hessian(self, view: LinearView) -> torch.Tensor:
         """H (N, N), float32; zero for an expert that no token reached."""

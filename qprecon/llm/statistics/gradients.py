@@ -24,8 +24,9 @@ from qprecon.llm.model.linears import LinearView
 
 TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, their weights are on the device together
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
-_KINDS = ("squares", "energies", "costs")
+_KINDS = ("squares", "energies", "costs", "outputs")
 COST_BINS, _LOWEST, _WIDTH = 4096, -160.0, 1 / 16  # of log2(w²·energy)
+_LEAST_WEIGHT = 1e-6  # of an output, against the mean
 _FLOAT16_SCALE = 1024.0  # of the loss: many gradients are below float16's smallest numbers
 
 
@@ -49,14 +50,16 @@ class LossGradients:
 
     squares: the mean over outputs of (∂loss/∂y_t)² for each token, float32 (all tokens,). energies: Σ over tokens of squares·x_t²,
     float32 (N,): how much the loss depends on the weights of an input. costs: how many weights have a w²·energy in each of
-    `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). All on
-    the host. sizes: how many tokens each sample has. Layers of experts, which not all tokens reach, are left out.
+    `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). outputs:
+    the mean over tokens of (∂loss/∂y_k)² for each output, float32 (K,). All on the host. sizes: how many tokens each sample has.
+    Layers of experts, which not all tokens reach, are left out.
     """
 
     sizes: list[int] = field(default_factory=list)
     squares: dict[str, torch.Tensor] = field(default_factory=dict)
     energies: dict[str, torch.Tensor] = field(default_factory=dict)
     costs: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is needed to make the same again: `of` these and the inputs."""
@@ -85,6 +88,20 @@ class LossGradients:
         weights = (total / total.mean(dtype=torch.float64)).pow(power)
         weights = (weights / weights.mean(dtype=torch.float64)).float()
         return dict.fromkeys([view.name for view in known], list(weights.split(self.sizes)))
+
+    def output_scales(self, group: Sequence[LinearView], power: float) -> dict[str, torch.Tensor]:
+        """By what a layer's outputs are multiplied where masks weigh them against each other, float32 (K,), on its device.
+
+        The square root of the mean squared gradient to the power, of mean square 1 over all layers of the group together.
+        """
+        known = [view for view in group if view.name in self.outputs]
+        total = sum(float(self.outputs[view.name].sum(dtype=torch.float64)) for view in known)
+        if total == 0:
+            return {}
+        mean = total / sum(view.n_outputs for view in known)
+        scales = {view.name: (self.outputs[view.name].double() / mean).pow(power).clamp_min(_LEAST_WEIGHT) for view in known}
+        size = torch.cat(list(scales.values())).mean()
+        return {view.name: (scales[view.name] / size).sqrt().float().to(view.parameter.device) for view in known}
 
 
 def loss_gradients(
@@ -233,8 +250,10 @@ class _Found:
         squares_T = gradient.float().square().mean(-1).reshape(-1)
         self.parts.setdefault(view.name, []).append(squares_T)
         energy_N = squares_T @ x.reshape(len(squares_T), -1).float().square()
-        known_N = self.gradients.energies.get(view.name)
-        self.gradients.energies[view.name] = energy_N if known_N is None else known_N + energy_N
+        outputs_K = gradient.float().square().reshape(len(squares_T), -1).sum(0)
+        for sums, more in ((self.gradients.energies, energy_N), (self.gradients.outputs, outputs_K)):
+            known = sums.get(view.name)
+            sums[view.name] = more if known is None else known + more
 
     def end_blocks(self, views: Mapping[str, LinearView]) -> None:
         """Keep what belongs to each token once: not of a layer that is called twice, or for other rows than the tokens."""
@@ -242,7 +261,9 @@ class _Found:
             if [len(part) for part in parts] == self.gradients.sizes:
                 energy_N = self.gradients.energies[name]
                 self.gradients.squares[name], self.gradients.energies[name] = torch.cat(parts).cpu(), energy_N.cpu()
+                self.gradients.outputs[name] = self.gradients.outputs[name].cpu() / sum(self.gradients.sizes)
                 self.gradients.costs[name] = cost_counts(views[name].weights_NK(), energy_N)
             else:
                 self.gradients.energies.pop(name, None)
+                self.gradients.outputs.pop(name, None)
         self.parts.clear()

@@ -1,6 +1,7 @@
 """Gram matrices H = Σ s_t x_t x_tᵀ of what enters a linear layer, and the drift beside them, accumulated in float32.
 
-The stacked activations never exist (the paper's Algorithm 1 and "Hessian calculation"). No call waits for the device.
+The stacked activations never exist (the paper's Algorithm 1 and "Hessian calculation"). The products are those of `qprecon.sums`.
+No call waits for the device.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qprecon.halves import has_fast_halves
+from qprecon.sums import MANY_ROWS, add_cross, add_gram, is_wide, mirror
 
-BATCH_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs as much as the product
+BATCH_ROWS = MANY_ROWS
 HELD_ROWS = 2048  # of a sample that is held out of the drift
-_TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each unit of an H100
-PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
 
 
 @dataclass
@@ -81,13 +80,9 @@ class Gram:
             delta_TK = delta_TK.mul_(weights_T.float().unsqueeze(1))
         if sum_NK is None:
             sum_NK = torch.zeros(x_TN.shape[1], delta_TK.shape[1], dtype=torch.float32, device=x.device)
-        wide = _is_wide(x_TN) and x.dtype == torch.bfloat16  # float16 has not the range for small differences
-        x_TN, delta_TK = (x_TN, delta_TK.to(x.dtype)) if wide else (x_TN.float(), delta_TK)
-        for rows in self._panels():
-            if wide:
-                sum_NK[rows] += torch.mm(x_TN[:, rows].t(), delta_TK, out_dtype=torch.float32)
-            else:
-                sum_NK[rows].addmm_(x_TN[:, rows].t(), delta_TK)
+        if is_wide(x_TN, sum_NK) and x.dtype == torch.bfloat16:  # float16 has not the range for small differences
+            delta_TK = delta_TK.to(x.dtype)
+        add_cross(sum_NK, x_TN, delta_TK)
         return sum_NK
 
     def add_residual(
@@ -98,53 +93,21 @@ class Gram:
 
     def accumulate(self, x_TN: torch.Tensor) -> None:
         """One product, of the upper panels only where H is large."""
-        wide = _is_wide(x_TN)
-        x_TN = x_TN if wide else x_TN.float()
-        for rows in self._panels():
-            part_NN, left_TN, right_TN = self.hessian_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]
-            if wide:
-                # Products of two 16-bit floats are exact in float32, so only the summation rounds.
-                part_NN += torch.mm(left_TN.t(), right_TN, out_dtype=torch.float32)
-            elif (pieces := pieces_of(x_TN)) > 1:
-                even = len(x_TN) // pieces * pieces
-                parts_PTN = x_TN[:even].reshape(pieces, -1, x_TN.shape[1])
-                part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
-                part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
-            else:
-                part_NN.addmm_(left_TN.t(), right_TN)
+        add_gram(self.hessian_NN, x_TN)
 
     def finish(self) -> None:
         """Add what is buffered, and fill the lower triangle."""
         self._flush()
         self.buffer_TN = None
-        for rows in self._panels():
-            self.hessian_NN[rows.stop :, rows] = self.hessian_NN[rows, rows.stop :].t()
+        mirror(self.hessian_NN)
 
     def _flush(self) -> None:
         if self.filled:
             self.accumulate(self.buffer_TN[: self.filled])
             self.filled = 0
 
-    def _panels(self) -> list[slice]:
-        size = len(self.hessian_NN)
-        step = -(-size // PANELS) if size >= PANELS_FROM else max(size, 1)
-        return [slice(first, min(first + step, size)) for first in range(0, size, step)]
-
-
-def _is_wide(x_TN: torch.Tensor) -> bool:
-    """Whether its products can be made in 16 bits with float32 sums."""
-    return x_TN.dtype in (torch.float16, torch.bfloat16) and has_fast_halves(x_TN)
-
 
 def scaled_rows(x_TN: torch.Tensor, factors_T: torch.Tensor) -> torch.Tensor:
     """Each row times its factor, computed in float32; in bfloat16 where x is, whose range suffices, else float32."""
     scaled_TN = x_TN * factors_T.float().unsqueeze(1)
     return scaled_TN.to(x_TN.dtype) if x_TN.dtype == torch.bfloat16 else scaled_TN
-
-
-def pieces_of(x_TN: torch.Tensor) -> int:
-    """Into how many sums of rows xᵀx is split: a small H has too few tiles to occupy a GPU with one product in float32."""
-    tiles = (-(-x_TN.shape[1] // _TILE)) ** 2
-    if not x_TN.is_cuda or len(x_TN) < BATCH_ROWS // 2:
-        return 1
-    return max(1, min(16, _TILES_WANTED // tiles))

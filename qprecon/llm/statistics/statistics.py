@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class Statistics:
     order: whether layers are pruned group by group as the block calls them, each group on what the pruned ones before it give.
     drift: α of the targets, or "auto"; residual: β. beside: whether the dense model's activations are wanted in any case.
     on_dense: calibrate on them.
-    token_power, gradients: for token weights, see `LossGradients`.
+    token_power, output_power, gradients: for weights of tokens and of outputs, see `LossGradients`.
     """
 
     pruned: BlockInputs
@@ -34,6 +34,7 @@ class Statistics:
     beside: bool = False
     on_dense: bool = False
     token_power: float = 0.0
+    output_power: float = 0.0
     gradients: LossGradients | None = None
     dense: BlockInputs | None = None
     weights: DenseWeights | None = None  # of the current block, while it is pruned
@@ -59,7 +60,8 @@ class Statistics:
         self.weights = DenseWeights(views) if self.dense is not None else None
         if not views:
             return
-        self.groups = sublayers(block, views, self.pruned, index) if self.order or self._weighted else [list(views)]
+        grouped = self.order or self.gradients is not None
+        self.groups = sublayers(block, views, self.pruned, index) if grouped else [list(views)]
         yield from self.groups if self.order else [list(views)]
 
     def collect(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> BlockGrams:
@@ -72,7 +74,7 @@ class Statistics:
             block, views, self.pruned, index, keep_outputs=self.on_dense, beside=beside, weights=self._token_weights(views)
         )
         self.outputs = grams.outputs
-        return grams
+        return replace(grams, output_scales=self._output_scales(views))
 
     def following(self, views: Sequence[LinearView]) -> list[LinearView]:
         """The group after that of these layers; empty where there is none, or all layers are one group."""
@@ -102,6 +104,11 @@ class Statistics:
         for group in groups:
             weights |= self.gradients.weights(group, self.token_power, self.pruned.device)
         return weights
+
+    def _output_scales(self, views: Sequence[LinearView]) -> dict[str, torch.Tensor]:
+        if self.gradients is None or self.output_power == 0:
+            return {}
+        return self.gradients.output_scales(views, self.output_power)
 
     def pass_finished(self, source: Source, index: int) -> None:
         """The dense stream through a block that an earlier run pruned, whose dense weights are the source's own."""

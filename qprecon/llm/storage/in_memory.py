@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.grids import Fitted
 from qprecon.llm.calibration.capture import capture_inputs, placed
 from qprecon.llm.calibration.memory import windows_together
 from qprecon.llm.calibration.streams import BlockInputs
@@ -33,6 +34,7 @@ class MemoryBlocks:
     ):
         self.model, self.blocks, self.device, self.log, self.journal = model, blocks, device, log, journal
         self.packed: list[Packed] = []
+        self.scales: dict[str, Fitted] = {}
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
 
@@ -69,8 +71,11 @@ class MemoryBlocks:
     def recall(self, name: str) -> None:
         """What an earlier run kept: nothing."""
 
-    def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
-        """The block was pruned in place; its packed masks, layer -> bits, are kept."""
+    def finish(
+        self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor], scales: Mapping[str, Fitted] | None = None
+    ) -> None:
+        """The block was pruned in place; its packed masks, layer -> bits, and the scales of its low-bit weights are kept."""
+        self.scales |= scales or {}
         self.packed += named_masks(rows, {name: bits.cpu() for name, bits in masks.items()})
 
     def masks(self) -> Iterator[Packed]:

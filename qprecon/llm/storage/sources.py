@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.grids import Fitted
 from qprecon.llm.calibration.capture import capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.lowbit.compressed import packed_tensors
 from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
 from qprecon.llm.reporting.log import RunLog
@@ -168,15 +170,17 @@ class DiskBlocks:
         """What `keep` was given under this name, also by an earlier run; None where there is nothing."""
         return self.journal.read_tensors(name)
 
-    def finish(self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> None:
-        """Write the open block and its packed masks, layer -> bits, in the background; an error of an earlier write comes up
-        here."""
+    def finish(
+        self, index: int, rows: Sequence[LayerRow], masks: dict[str, torch.Tensor], scales: Mapping[str, Fitted] | None = None
+    ) -> None:
+        """Write the open block and its packed masks, layer -> bits, in the background, weights that have scales packed; an error of
+        an earlier write comes up here."""
         with self.log.phase("write"):
             self._wait(most=1)  # memory for one block that is being written, no more
         block = self.blocks[index]
         tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event, masks))
+        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event, masks, scales))
 
     def masks(self) -> Iterator[Packed]:
         """The masks that `finish` was given, here or in an earlier run; read from the disk block by block."""
@@ -259,17 +263,18 @@ class DiskBlocks:
 
     def _write(
         self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any,
-        masks: dict[str, torch.Tensor],
+        masks: dict[str, torch.Tensor], scales: Mapping[str, Fitted] | None = None,
     ) -> None:  # fmt: skip
         """Under their stored names; a tied tensor once, with its block. Rows go with them, for a run that continues this one."""
         own = {self.stored[name]: tensor for name, tensor in tensors.items() if self._block_of(self.stored[name]) == index}
         with own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
+            sums = {name: self.sums[name] for name in own}
+            own = packed_tensors(own, {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()})
             own, masks = fetched(own), fetched(masks)
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         parameters = sum(tensor.numel() for tensor in counted)
-        sums = {name: self.sums[name] for name in own}
         facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
         key = _OUTSIDE if index is None else _key(index)
         self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts, masks)

@@ -12,6 +12,7 @@ from qprecon.llm.pruning.update import grouped, prune_group
 from qprecon.llm.statistics.collect import collect_grams
 from tests.llm.families import build, tokens
 from tests.llm.statistics import reference
+from tests.llm.statistics.test_gradients import gradients_of
 
 SETTINGS = [
     {"order": True},
@@ -97,6 +98,32 @@ def test_masks_are_chosen_for_the_weights_that_are_asked_for(mask, update):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("mask, update", [("magnitude", "none"), ("alps", "own"), ("sparsegpt", "own"), ("wanda", "optimal")])
+def test_a_mask_weighs_outputs_and_the_weights_do_not_depend_on_it(mask, update):
+    """The first layers of the first block are pruned as those of a model whose outputs are multiplied by the scales."""
+    model, other, samples = build("llama"), build("llama"), list(tokens(8))
+    prune(model, samples, mask=mask, update=update, output_weights=1.0, targets=r"re:.*layers\.0\.self_attn\.[qkv]_proj")
+    found, _, layers = gradients_of(other, samples)
+    views = [view for view in layers[0] if view.name.endswith(("q_proj", "k_proj", "v_proj"))]
+    scales = found.output_scales(views, 1.0)
+    assert all(float(scale.max() / scale.min()) > 1.5 for scale in scales.values())
+    for view in views:
+        view.write(view.weights_NK() * scales[view.name])
+    prune(other, samples, mask=mask, update=update, targets=r"re:.*layers\.0\.self_attn\.[qkv]_proj")
+    ours = {view.name: view for view in reference.views_of(model)[0].values()}
+    for view in views:
+        unscaled_NK, found_NK = view.weights_NK() / scales[view.name], ours[view.name].weights_NK()
+        same = (unscaled_NK != 0) == (found_NK != 0)
+        assert float(same.float().mean()) > 0.99
+        close = (found_NK - unscaled_NK).abs() <= 1e-3 * found_NK.abs().max()
+        assert bool(close[:, same.all(0)].all())
+    plain = build("llama")
+    prune(plain, samples, mask=mask, update=update, targets=r"re:.*layers\.0\.self_attn\.[qkv]_proj")
+    unweighted = reference.views_of(plain)[0].values()
+    differ = any(not torch.equal(view.weights_NK() != 0, ours[view.name].weights_NK() != 0) for view in unweighted)
+    assert differ == (mask in ("alps", "sparsegpt"))  # the others compare the inputs of an output only
+
+
 def test_alpha_from_the_data():
     model, half = build("llama"), build("llama")
     prune(model, tokens(8), order=True, drift="auto")
@@ -108,6 +135,7 @@ def test_alpha_from_the_data():
 
 @pytest.mark.parametrize("settings, words", [
     ({"drift": 1.5}, "drift"), ({"drift": "much"}, "drift"), ({"drift": -0.1}, "drift"), ({"token_weights": -1}, "token_weights"),
+    ({"output_weights": -1}, "output_weights"),
     ({"drift": 0.5, "propagate": "dense"}, "propagate"), ({"order": True, "propagate": "dense"}, "propagate"),
     ({"residual": 0.5}, "order"), ({"residual": 2.0, "order": True}, "residual"),
     ({"drift": 0.5, "update": "none"}, "update"), ({"drift": 0.5, "damping": 0.0}, "damping"),

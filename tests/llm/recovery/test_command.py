@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 def line_of(folder, out, more=""):
     base = f"recover {folder / 'pruned'} {folder / 'dense'} {out} --calib {folder / 'calib.txt'} --nsamples 12 --seqlen 32"
-    return f"{base} --device cpu --lr 0.003 --batch 2 {more}".split()
+    return f"{base} --device cpu --lr 0.003 --batch 2 --passes 4 {more}".split()
 
 
 def test_every_option_is_an_argument_and_a_flag():

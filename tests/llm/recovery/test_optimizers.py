@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qprecon.llm.recovery import trained
 from qprecon.llm.recovery.optimizers import BETAS, Direct, Host, Masters, make_optimizer
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.step import CLIP, move
@@ -31,6 +32,24 @@ def test_bits(shape):
     assert bits.dtype == torch.uint8 and bits.shape == (-(-kept.numel() // 8),)
     assert torch.equal(unpacked(bits, shape), kept)
     assert int(bits[0]) & 1 == int(kept.flatten()[0])
+
+
+@pytest.mark.parametrize("together", [1, 9, 20, 1 << 23])
+def test_all_masks_at_once_are_each_one_alone(together, monkeypatch):
+    monkeypatch.setattr(trained, "TOGETHER", together)
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(6, 10), (7,), (2, 3, 5), (16, 8), (3, 3), (4, 4), (1,)]
+    masks = [None if len(shape) == 1 else torch.rand(shape, generator=generator) < 0.5 for shape in shapes]
+    held = Held([None if mask is None else packed(mask) for mask in masks])
+    assert held.bytes == 8 + 4 + 16 + 2 + 2
+    tensors = [torch.full(shape, torch.nan) for shape in shapes]
+    tensors[4] = None  # no gradient, in the midst of others
+    pairs = zip(tensors, masks, strict=True)
+    expected = [tensor if mask is None or tensor is None else tensor.masked_fill(~mask, 0) for tensor, mask in pairs]
+    held.zero_all(tensors)
+    assert tensors[4] is None
+    for tensor, wanted in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind, dtype", [("float32", torch.float32), ("float32", torch.bfloat16), ("host", torch.bfloat16)])
@@ -174,4 +193,4 @@ def test_what_is_held_out():
 
 
 def test_the_default_rate_falls_with_the_width():
-    assert default_rate(576) == default_rate(1024) == 1e-4 and default_rate(4096) == 5e-5
+    assert default_rate(64) == default_rate(500) == 5e-4 and default_rate(1000) == 2.5e-4 and default_rate(4000) == 6.25e-5

@@ -33,6 +33,15 @@ def test_a_preset_gives_way():
         assert Recipe(preset="best", **amount).allocation == "uniform"
 
 
+def test_a_preset_prunes_nothing_quickly():
+    for amount in ({"sparsity": 0}, {"sparsity": "0%"}, {"pattern": 0.0}):
+        recipe = Recipe(preset="best", quantize="int4", **amount)
+        assert (recipe.mask, recipe.allocation, recipe.order) == ("wanda", "uniform", True)
+        assert Recipe(preset="best", mask="alps", **amount).mask == "alps"
+    assert Recipe(preset="best", quantize="int4", rounding="gptq").rounding_options == {}
+    assert Recipe(preset="best", quantize="int4").rounding_options == PRESETS["best"]["rounding_options"]
+
+
 def test_what_is_asked_for_beside_a_preset_is_kept_when_the_preset_changes():
     first = as_recipe({"preset": "balanced", "drift": 0.25}, {})
     assert as_recipe(first, {"preset": "best"}).drift == 0.25

@@ -71,8 +71,10 @@ def inputs_of(model, views, samples):
     return {name: torch.cat([x.reshape(-1, x.shape[-1]) for x in parts]) for name, parts in seen.items()}
 
 
-def squared_gradients(model, samples):
+def squared_gradients(model, samples, over=-1):
     """name -> (all tokens,), the mean over outputs of the squared gradient of the summed loss, of every linear of the blocks.
+
+    over=0: the mean over tokens in its place, (K,).
 
     In float64 but for models with experts, which have products without it.
     """
@@ -83,7 +85,7 @@ def squared_gradients(model, samples):
 
     def hook(name):
         def after(module, args, output):
-            output.register_hook(lambda gradient: found[name].append(gradient.square().mean(-1).reshape(-1)))
+            output.register_hook(lambda gradient: found[name].append(gradient.square().reshape(-1, gradient.shape[-1])))
 
         return after
 
@@ -92,7 +94,7 @@ def squared_gradients(model, samples):
     for sample in samples:
         logits = model(sample.reshape(1, -1), use_cache=False).logits[0]
         torch.nn.functional.cross_entropy(logits[:-1], sample[1:], reduction="sum").backward()
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat(parts).mean(over) for name, parts in found.items()}
 
 
 def token_weights(squares, views, power):

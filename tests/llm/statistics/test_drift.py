@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import qprecon
+from qprecon import sums
 from qprecon.llm.calibration.capture import capture_inputs
 from qprecon.llm.calibration.streams import DenseWeights
 from qprecon.llm.model.blocks import find_blocks
@@ -96,7 +97,7 @@ def test_a_small_drift_is_not_lost_in_the_rounding_of_large_activations():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weights_and_panels(dtype, monkeypatch):
-    monkeypatch.setattr(gram, "PANELS_FROM", 6)
+    monkeypatch.setattr(sums, "PANELS_FROM", 6)
     monkeypatch.setattr(gram, "BATCH_ROWS", 50)
     torch.manual_seed(0)
     parts = [(torch.randn(1, rows, 7).to(dtype), torch.randn(1, rows, 7).to(dtype), torch.rand(rows)) for rows in (9, 20, 3)]

@@ -58,6 +58,33 @@ def test_energies_are_the_squares_with_the_squared_inputs():
             torch.testing.assert_close(found.energies[name].double(), expected, rtol=1e-3, atol=1e-12)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_are_the_mean_squares_over_tokens(family):
+    model, samples = build(family), list(tokens(3))
+    expected = reference.squared_gradients(model, samples, over=0)
+    found, _, _ = gradients_of(model, samples)
+    assert set(found.outputs) == set(expected)
+    for name, outputs in found.outputs.items():
+        wanted = expected[name].double()
+        torch.testing.assert_close(outputs.double(), wanted, rtol=2e-3, atol=1e-5 * wanted.max().item())
+
+
+def test_scales_of_outputs():
+    model, samples = build("llama"), list(tokens(3))
+    found, _, layers = gradients_of(model, samples)
+    group = [view for view in layers[1] if view.name.endswith(("q_proj", "k_proj", "v_proj"))]
+    scales = found.output_scales(group, 0.5)
+    assert set(scales) == {view.name for view in group}
+    for view in group:
+        assert scales[view.name].shape == (view.n_outputs,) and scales[view.name].dtype == torch.float32
+        power = (found.outputs[view.name] / found.outputs[group[0].name][0]).pow(0.25)
+        torch.testing.assert_close(scales[view.name] / scales[group[0].name][0], power, rtol=1e-4, atol=1e-3)
+    assert float(torch.cat(list(scales.values())).square().mean()) == pytest.approx(1.0, abs=1e-5)
+    assert all(torch.equal(each, torch.ones_like(each)) for each in found.output_scales(group, 0.0).values())
+    found.outputs = {name: torch.zeros_like(each) for name, each in found.outputs.items()}
+    assert found.output_scales(group, 0.5) == {}
+
+
 def test_windows_of_many_lengths_and_stacked_ones(monkeypatch):
     model = build("llama")
     samples = [*tokens(2, 32), tokens(1, 20)[0], tokens(1, 8)[0]]

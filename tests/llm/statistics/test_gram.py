@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qprecon import halves
+from qprecon import halves, sums
 from qprecon.llm.calibration.capture import capture_inputs
 from qprecon.llm.calibration.replay import Call
 from qprecon.llm.calibration.streams import BlockInputs
@@ -178,7 +178,7 @@ def test_a_large_half_precision_activation_does_not_overflow():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_batches_of_rows_and_panels_of_the_upper_triangle(dtype, monkeypatch):
     monkeypatch.setattr(gram, "BATCH_ROWS", 10)
-    monkeypatch.setattr(gram, "PANELS_FROM", 6)
+    monkeypatch.setattr(sums, "PANELS_FROM", 6)
     torch.manual_seed(0)
     products, accumulate = [], Gram.accumulate
     monkeypatch.setattr(Gram, "accumulate", lambda matrix, x_TN: products.append(len(x_TN)) or accumulate(matrix, x_TN))
@@ -248,7 +248,7 @@ def test_the_wide_product_flag_matches_torch():
 @pytest.mark.parametrize("rows", [64, 67])
 def test_a_product_in_pieces(monkeypatch, rows):
     """Split by rows, as a GPU gets it for a small H, the sum is the same, also where the rows do not divide."""
-    monkeypatch.setattr("qprecon.llm.statistics.gram.pieces_of", lambda x_TN: 4)
+    monkeypatch.setattr("qprecon.sums.pieces_of", lambda x_TN: 4)
     x_TN = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0))
     matrix = Gram(torch.zeros(12, 12))
     matrix.add(x_TN)

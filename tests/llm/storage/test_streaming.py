@@ -64,7 +64,8 @@ def test_the_same_bits_as_in_memory(family, tmp_path):
 
 @pytest.mark.parametrize("arguments", [
     {"propagate": "dense"}, {"dtype": "float32"}, {"mask": "sparsegpt"}, {"targets": "layers.1"}, {"update": "none"},
-    {"order": True, "drift": 0.5}, {"token_weights": 0.5}, {"order": True, "drift": "auto", "token_weights": 1.0},
+    {"order": True, "drift": 0.5}, {"token_weights": 0.5}, {"output_weights": 0.5, "mask": "sparsegpt"},
+    {"order": True, "drift": "auto", "token_weights": 1.0},
 ])  # fmt: skip
 def test_the_same_bits_with_other_settings(arguments, tmp_path):
     folder = saved(tmp_path / "dense", "llama-tied")

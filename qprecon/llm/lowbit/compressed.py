@@ -8,7 +8,8 @@ Formats by grid: int8, int4, int3, int2 `pack-quantized`; fp8 `naive-quantized`;
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,23 @@ def packed(fitted: Fitted, values_NK: torch.Tensor) -> dict[str, torch.Tensor]:
     if not torch.equal(read.to(values_NK.dtype), values_NK.T):
         raise AssertionError(f"compressed-tensors reads other weights than were made ({fitted.grid.name})")
     return {name: tensor.contiguous() for name, tensor in stored.items()}
+
+
+def packed_tensors(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, Fitted]) -> dict[str, torch.Tensor]:
+    """`tensors` with those that have scales, by the names of both, packed: "NAME.weight" gives "NAME.weight_packed" and so on."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in scales:
+            found[name] = tensor
+            continue
+        parts = packed(_on(scales[name], tensor.device), tensor.T)
+        found |= {f"{name.removesuffix('weight')}{part}": own for part, own in parts.items()}
+    return found
+
+
+def _on(fitted: Fitted, device: torch.device) -> Fitted:
+    zero_GK = None if fitted.zero_GK is None else fitted.zero_GK.to(device)
+    return replace(fitted, scale_GK=fitted.scale_GK.to(device), zero_GK=zero_GK)
 
 
 def configuration(grid: Grid, quantised: Iterable[str], linears: Iterable[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from qprecon.grids import find_grid, fit_scales
-from qprecon.llm.storage.quantised import configuration, packed
+from qprecon.llm.lowbit.compressed import configuration, packed
 
 pytest.importorskip("compressed_tensors")
 

@@ -1,0 +1,124 @@
+"""Low-bit weights: perplexities of models pruned, rounded, or both, by this package and by published methods.
+
+    python benchmarks/grid.py --model FOLDER --data FOLDER --device cuda --group 64 [--cases fast best joint rank] [--budget 1500]
+
+Cases are groups (see inputs/grid_cases.py) or written out: "50%:int4:gptq:fast", "2:4:int4:ours:best:rank64@c4". Rows go to
+benchmarks/results/grid_<model>.json; a row that is there is not run again. --group is the number of inputs that share a scale at
+4 bits; int8 and fp8 have one scale a column. Protocol: as in quality.py; weights in bfloat16, every value as a reader of the file
+computes it.
+
+Methods: "ours"; "rounding", "gptq" (GPTQ's sweep with the mask held, from the dense weights) and "gptq-start" (the same from the
+rebuilt ones), each with the preset's own mask and target; "sparsegpt+gptq" and "slim", which choose mask and weights in one.
+bits_per_weight: codes, scales and adapters (16 bits) over the weights of all pruned layers; zeros are stored as codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen
+from benchmarks.paper import Results
+from benchmarks.quality import EVALUATION, NAMES, Bench, _wait, card, result
+from qprecon.grids import find_grid
+from qprecon.llm import prune_model
+from qprecon.llm.model.loading import choose_device, load_causal_lm
+
+
+def identity(bench: Bench, case: GridCase) -> dict:
+    """What tells rows apart."""
+    return {
+        "model": bench.name, "calibration": case.calibration, "pattern": case.pattern, "grid": case.grid, "group": case.group_size,
+        "method": case.method, "preset": None if case.method in JOINT else case.preset, "rank": case.rank, "seed": case.seed,
+        "split": case.split, "windows": bench.arguments.windows, "seqlen": bench.arguments.seqlen,
+        "eval_windows": bench.arguments.eval_windows,
+    }  # fmt: skip
+
+
+def measure(bench: Bench, case: GridCase) -> dict:
+    bench.restore()
+    windows = bench.calibration(case)
+    started = time.perf_counter()
+    report = prune_model(bench.model, windows, device=bench.device, progress=False, **case.settings())
+    _wait(bench)
+    seconds = time.perf_counter() - started
+    gaps = [row.stored_gap for row in report.layers if row.stored_gap is not None]
+    facts = {
+        "mask": report.settings["mask"], "bits_per_weight": round(bits(report.layers, case), 4), "sparsity": report.sparsity,
+        "error_updated": report.mean_error("error_updated"), "error_stored": report.mean_error("error_stored"),
+        "stored_gap": sum(gaps) / len(gaps) if gaps and max(gaps) < float("inf") else None,
+        "phases": {phase: round(value, 2) for phase, value in report.phase_seconds.items()},
+    }  # fmt: skip
+    return identity(bench, case) | facts | result(bench, case, seconds)
+
+
+def bits(rows: Sequence, case: GridCase) -> float:
+    """Mean over all weights of the pruned layers."""
+    grid = find_grid(case.grid, group_size=case.group_size, scale_dtype="bfloat16") if case.grid != "bf16" else find_grid("bf16")
+    total = sum(row.n_inputs * row.n_outputs * grid.bits_per_weight(row.n_inputs) for row in rows)
+    total += sum(16 * min(case.rank, row.n_inputs, row.n_outputs) * (row.n_inputs + row.n_outputs) for row in rows)
+    return total / sum(row.n_inputs * row.n_outputs for row in rows)
+
+
+def run(bench: Bench, cases: Sequence[GridCase], results: Results) -> int:
+    """Measure the cases that lack a row; how many failed."""
+    failed, started = 0, time.perf_counter()
+    for case in cases:
+        if results.get(identity(bench, case)) is not None:
+            continue
+        if bench.arguments.budget and time.perf_counter() - started > bench.arguments.budget:
+            print(f"stopped before {case}: the budget is spent", flush=True)
+            break
+        try:
+            row = measure(bench, case)
+        except Exception:  # the other cases are still wanted; the run ends with exit code 1
+            traceback.print_exc()
+            print(f"FAILED {case}", flush=True)
+            failed += 1
+            continue
+        results.add(row, identity(bench, case))
+        values = " / ".join(f"{value:.2f}" for value in row["perplexity"].values())
+        print(f"{time.perf_counter() - started:6.1f} s  {case!s:44} {values}  {row['seconds']:.1f} s  {row['phases']}", flush=True)
+    return failed
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a model folder")
+    parser.add_argument("--data", type=Path, required=True, help="the folder with text/")
+    parser.add_argument("--name", help="the model's name in the results; known ones are recognised")
+    parser.add_argument("--cases", nargs="+", default=list(GROUPS), help="groups, or PATTERN:GRID:METHOD:PRESET")
+    parser.add_argument("--group", type=int, default=128, help="inputs that share a scale at 4 bits (128)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of windows")
+    parser.add_argument("--split", default="test", choices=EVALUATION)
+    parser.add_argument("--windows", type=int, default=128, help="calibration windows (128)")
+    parser.add_argument("--seqlen", type=int, default=2048, help="tokens a window (2048)")
+    parser.add_argument("--eval-windows", type=int, help="only the first windows of each evaluation text")
+    parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
+    parser.add_argument("--cache", type=Path, help="a folder for tokenised texts")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = parse(arguments)
+    parsed.tasks, parsed.dtype = False, "bfloat16"
+    cases = chosen(parsed.cases, group=parsed.group, seed=parsed.seed, split=parsed.split)
+    model, tokenizer = load_causal_lm(parsed.model, device=choose_device(parsed.device), dtype=parsed.dtype)
+    config = model.config.get_text_config()
+    name = parsed.name or NAMES.get((config.model_type, config.hidden_size)) or Path(parsed.model).resolve().name
+    bench = Bench(model, tokenizer, name, parsed)
+    results = Results(parsed.out / f"grid_{bench.name}.json")
+    print(f"{bench.name} on {card(bench)}; results in {results.path}", flush=True)
+    return 1 if run(bench, cases, results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The cases of `grid.py`: pattern, grid, method, preset, and the settings of `prune_model` that they stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from qprecon.llm.masks import SELECTORS, Selector
+
+PATTERNS = ("dense", "50%", "2:4")
+GRIDS = ("bf16", "int8", "fp8", "int4", "int3")
+OURS = {"ours": {}, "gptq": {"rounding": "gptq"}, "gptq-start": {"rounding": "gptq-start"}, "rounding": {"rounding": "nearest"}}
+JOINT = {"sparsegpt+gptq": "sparsegpt_gptq", "slim": "slim"}  # mask and low-bit weights in one, see joint_methods
+PRESETS = ("fast", "best")
+
+for _name, _module in JOINT.items():
+    SELECTORS.setdefault(_name, Selector(_name, f"benchmarks.inputs.{_module}", True, True, "see the module"))
+
+
+@dataclass(frozen=True)
+class GridCase:
+    """One model. grid: "bf16" is that without low bits. rank: of the adapters. group: inputs that share a scale at 4 bits."""
+
+    pattern: str
+    grid: str
+    method: str = "ours"
+    preset: str = "fast"
+    rank: int = 0
+    group: int = 128
+    calibration: str = "wikitext2"
+    seed: int = 0
+    split: str = "test"
+
+    @property
+    def group_size(self) -> int | None:
+        """None: one scale for all inputs of an output."""
+        return self.group if self.grid in ("int4", "int3") and self.method != "slim" else None
+
+    def settings(self) -> dict[str, Any]:
+        """Keywords of `prune_model`."""
+        settings: dict[str, Any] = {"pattern": "0%" if self.pattern == "dense" else self.pattern, "preset": self.preset}
+        if self.method in JOINT:
+            options = {"grid": self.grid, "group_size": self.group_size, **({"rank": self.rank} if self.rank else {})}
+            return settings | {"mask": self.method, "mask_options": options, "update": "own"}
+        if self.rank:
+            settings["adapter_rank"] = self.rank
+        if self.grid == "bf16":
+            return settings
+        return settings | {"quantize": self.grid, "group_size": self.group_size or 0} | OURS[self.method]
+
+    def __str__(self) -> str:
+        rank = f":rank{self.rank}" if self.rank else ""
+        return f"{self.pattern}:{self.grid}:{self.method}:{self.preset}{rank}@{self.calibration}"
+
+
+def _group(preset: str) -> list[GridCase]:
+    cases = [GridCase(pattern, "bf16", preset=preset) for pattern in ("50%", "2:4")]
+    cases += [GridCase(pattern, "int4", method, preset) for pattern in PATTERNS for method in OURS]
+    cases += [GridCase("50%", grid, method, preset) for grid in ("int8", "fp8") for method in ("ours", "rounding")]
+    return cases
+
+
+def _joint() -> list[GridCase]:
+    cases = [GridCase(pattern, "int4", "sparsegpt+gptq") for pattern in PATTERNS[1:]]
+    return cases + [GridCase(pattern, "int4", "slim", rank=rank) for pattern in PATTERNS[1:] for rank in (0, 64)]
+
+
+GROUPS: dict[str, list[GridCase]] = {
+    "fast": _group("fast"),
+    "best": _group("best"),
+    "joint": _joint(),
+    "rank": [GridCase("2:4", grid, preset=preset, rank=64) for preset in PRESETS for grid in ("int4", "bf16")],
+}
+
+
+def chosen(words: Iterable[str], **common: Any) -> list[GridCase]:
+    """Cases by group, or written out: PATTERN:GRID:METHOD:PRESET[:rankR][@CALIBRATION]. ValueError for anything else.
+
+    common: group, seed, split of all.
+    """
+    found: list[GridCase] = []
+    for word in words:
+        found += GROUPS[word] if word in GROUPS else [_written(word)]
+    return [GridCase(**{**vars(case), **common}) for case in dict.fromkeys(found)]
+
+
+def _written(word: str) -> GridCase:
+    found = _WRITTEN.fullmatch(word)
+    if found is None:
+        raise ValueError(f"unknown case {word!r}: write PATTERN:GRID:METHOD:PRESET; groups are {', '.join(GROUPS)}")
+    pattern, grid, method, preset, rank, calibration = found.groups()
+    case = GridCase(pattern, grid, method or "ours", preset or "fast", int(rank or 0), calibration=calibration or "wikitext2")
+    known = ((pattern, PATTERNS), (grid, GRIDS), (case.method, (*OURS, *JOINT)), (case.preset, PRESETS))
+    for value, values in known:
+        if value not in values:
+            raise ValueError(f"unknown case {word!r}: {value!r} is none of {', '.join(values)}; groups are {', '.join(GROUPS)}")
+    return case
+
+
+_WRITTEN = re.compile(r"(2:4|[^:@]+):([^:@]+)(?::([^:@]+))?(?::([^:@]+))?(?::rank(\d+))?(?:@(.+))?")

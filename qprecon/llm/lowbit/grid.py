@@ -1,0 +1,64 @@
+"""The grid that a layer's weights are stored on, and whether all layers have one, before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from qprecon.grids import Grid, find_grid
+from qprecon.llm.model.blocks import is_conv1d
+from qprecon.llm.model.linears import LinearView
+from qprecon.llm.settings.recipe import grid_asked
+
+if TYPE_CHECKING:
+    from qprecon.llm.settings.recipe import Recipe
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_USUAL = (16, 32, 48, 64, 72, 80, 96, 128, 160, 192, 256)  # group sizes that are proposed
+
+
+def grid_of(recipe: Recipe, dtype: torch.dtype) -> Grid | None:
+    """Where weights of a parameter of this dtype are stored: what is asked for, or the dtype's own values; None for float32."""
+    if recipe.quantize != "none":
+        return grid_asked(recipe.quantize, recipe.group_size, _NAMES[dtype])
+    return {torch.bfloat16: find_grid("bf16"), torch.float16: find_grid("fp16")}.get(dtype)
+
+
+def check_grid(recipe: Recipe, views: Sequence[LinearView], written: bool) -> None:
+    """ValueError, naming a layer and what would do, where these layers cannot be stored as asked; `written`: to files too."""
+    if recipe.quantize == "none":
+        return
+    dtypes = {view.parameter.dtype: view.name for view in views}
+    for dtype, name in dtypes.items():
+        said = str(dtype).removeprefix("torch.")
+        if dtype not in _NAMES or len(dtypes) > 1:
+            raise ValueError(f"{name}: quantize needs all layers in one of float32, bfloat16, float16, this is {said}: set dtype")
+        if recipe.quantize in ("nvfp4", "mxfp4") and dtype != torch.bfloat16:
+            raise ValueError(f"{name}: files of {recipe.quantize} are read as bfloat16, the model is {said}: give dtype='bfloat16'")
+    grid = grid_of(recipe, next(iter(dtypes)))
+    assert grid is not None
+    size = grid.group_size or 1
+    if bad := [view for view in views if view.n_inputs % size]:
+        common = math.gcd(*(view.n_inputs for view in views))
+        fits = sorted((each for each in _USUAL if common % each == 0), key=lambda each: abs(each - size))[:3]
+        if recipe.quantize in ("nvfp4", "mxfp4"):
+            fits = []
+        hint = f"; group_size={' or '.join(map(str, sorted(fits)))} fits all layers" if fits else "; leave it out (ignore)"
+        raise ValueError(f"{bad[0].name}: groups of {size} do not divide its {bad[0].n_inputs} inputs{hint}")
+    if written:
+        _check_written(recipe, views)
+
+
+def _check_written(recipe: Recipe, views: Sequence[LinearView]) -> None:
+    for view in views:
+        if is_conv1d(view.module):
+            raise ValueError(f"{view.name}: compressed-tensors has no form for Conv1D, so no quantized files of it can be written")
+        if view.expert is not None:
+            raise ValueError(f"{view.name}: quantized files of fused experts cannot be written; leave them out (ignore)")
+    try:
+        import compressed_tensors  # noqa: F401
+    except ImportError as error:
+        raise ImportError("quantized files need compressed-tensors: pip install 'qprecon[quantize]'") from error

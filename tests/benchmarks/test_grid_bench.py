@@ -1,0 +1,74 @@
+"""benchmarks/grid.py on a toy: a row of every method, a second run that has nothing to do, and the published methods themselves."""
+
+import json
+
+import pytest
+import torch
+
+from .test_quality_bench import bench  # noqa: F401  a fixture
+
+
+@pytest.fixture
+def common(bench):  # noqa: F811
+    arguments, out = bench
+    at = arguments.index("--dtype")
+    return [*arguments[:at], *arguments[at + 2 :]], out
+
+
+def test_rows_of_every_method(common):
+    from benchmarks import grid
+
+    arguments, out = common
+    cases = [f"50%:int4:{method}" for method in ("ours", "gptq", "gptq-start", "rounding", "sparsegpt+gptq", "slim")]
+    cases += ["50%:bf16", "dense:int4:ours", "50%:int8", "50%:fp8", "2:4:int4:ours:best", "2:4:int4:slim:fast:rank2@c4"]
+    assert grid.main([*arguments, "--group", "16", "--cases", *cases]) == 0
+    text = (out / "grid_toy.json").read_text()
+    rows = {(row["pattern"], row["grid"], row["method"], row["rank"]): row for row in json.loads(text)}
+    assert len(rows) == len(cases)
+    costs = {method: rows["50%", "int4", method, 0]["error_stored"] for method in ("ours", "gptq", "gptq-start", "rounding")}
+    assert costs["ours"] == min(costs.values()) and len(set(costs.values())) == 4
+    ours = rows["50%", "int4", "ours", 0]
+    assert ours["bits_per_weight"] == 5.0 and ours["group"] == 16 and 0.5 <= ours["sparsity"] < 0.6 and ours["stored_gap"] > 0
+    assert rows["dense", "int4", "ours", 0]["sparsity"] < 0.2 and rows["50%", "bf16", "ours", 0]["bits_per_weight"] == 16
+    assert rows["50%", "fp8", "ours", 0]["group"] is None and rows["2:4", "int4", "slim", 2]["calibration"] == "c4"
+    assert rows["2:4", "int4", "slim", 2]["bits_per_weight"] > 4.1
+    assert all(set(row["perplexity"]) == {"wikitext2", "c4"} for row in rows.values())
+    assert grid.main([*arguments, "--group", "16", "--cases", *cases]) == 0 and (out / "grid_toy.json").read_text() == text
+
+
+def test_the_published_joint_methods(common):
+    """Exact masks, values on the grid, and each half of SparseGPT with GPTQ alone where the other has nothing to do."""
+    from benchmarks.inputs import slim, sparsegpt_gptq
+    from qprecon.grids import find_grid, fit_scales
+    from qprecon.llm.masks import LayerData, sparsegpt
+    from qprecon.llm.masks.patterns import Pattern
+
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(200, 64, generator=generator), torch.randn(64, 8, generator=generator)
+    layer = LayerData("l", w, x.T @ x, 200)
+    for pattern in ("50%", "2:4"):
+        found = sparsegpt_gptq.select(layer, Pattern.parse(pattern), sparsegpt_gptq.Options("int4", 32))
+        assert (found.weights_NK[~found.mask_NK] == 0).all() and found.mask_NK.float().mean() == 0.5
+        fine = sparsegpt_gptq.select(layer, Pattern.parse(pattern), sparsegpt_gptq.Options("int8", None, "float32"))
+        alone = sparsegpt.select(layer, Pattern.parse(pattern), sparsegpt.Options())
+        assert (fine.mask_NK != alone.mask_NK).float().mean() < 0.02
+        low = slim.select(layer, Pattern.parse(pattern), slim.Options("int4"))
+        assert len(torch.unique(low.weights_NK)) <= 16 and (low.weights_NK[~low.mask_NK] == 0).all()
+        repaired = slim.select(layer, Pattern.parse(pattern), slim.Options("int4", rank=4))
+        assert (repaired.weights_NK - w).norm() < (low.weights_NK - w).norm()
+        assert torch.linalg.matrix_rank(repaired.weights_NK - low.weights_NK, rtol=1e-4) == 4
+    dense = sparsegpt_gptq.select(layer, Pattern.parse("0%"), sparsegpt_gptq.Options("int4", None, "float32"))
+    grid = find_grid("int4", group_size=None)
+    assert (fit_scales(grid, w).nearest(dense.weights_NK) == dense.weights_NK).all()
+
+
+def test_cases_written_out(common):
+    from benchmarks.inputs.grid_cases import chosen
+
+    (case,) = chosen(["2:4:int4:gptq:best:rank8@c4"], group=64, seed=3, split="validation")
+    assert (case.pattern, case.grid, case.method, case.preset, case.rank) == ("2:4", "int4", "gptq", "best", 8)
+    assert case.calibration == "c4"
+    assert case.group_size == 64 and case.seed == 3 and case.settings()["rounding"] == "gptq"
+    for word in ("50%", "50%:int5", "50%:int4:magic", "50%:int4:ours:slow"):
+        with pytest.raises(ValueError, match="unknown case"):
+            chosen([word], group=64)
