@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise type(stop)("the same command goes on after the last finished block") from stop
     if is_silent():
         return 0
-    save_recipe(words, words["out"])
     if not arguments.quiet:
         print(report.summary())
         print(f"the pruned model and its report are in {words['out']}")
+    save_recipe(words, words["out"])  # where the disk is full now, the model is there
     return 0
