@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parsed(arguments)
     try:
         with signals_raise(to_the_end=arguments is None):
-            return parsed.run(parsed)
+            code = parsed.run(parsed)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk is told here, not as Python ends
+            return code
     except (KeyboardInterrupt, Terminated) as stop:
         word, code = ("interrupted", 130) if isinstance(stop, KeyboardInterrupt) else ("terminated", 143)
         print("; ".join(filter(None, [f"qprecon: {word}", str(stop)])), file=sys.stderr)

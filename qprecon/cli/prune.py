@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not partial_folder(words["out"]).is_dir():
             raise
         raise type(stop)("the same command goes on after the last finished block") from stop
-    save_recipe(words, words["out"])
     if not arguments.quiet:
         print(report.summary())
         print(f"the pruned model and its report are in {words['out']}")
+    save_recipe(words, words["out"])  # where the disk is full now, the model is there
     return 0

@@ -98,7 +98,8 @@ def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None
     with tempfile.TemporaryDirectory() as folder:
         for name, save in parts:
             try:
-                save(Path(folder))
+                with writing(f"a copy of the {name} in {folder}"):
+                    save(Path(folder))
             except OSError:
                 raise
             except Exception as error:  # of transformers, of tokenizers, of the model's own class
@@ -218,20 +219,17 @@ def complete_folder(
     out, partial = check_output(out), journal.folder
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
         leftover.unlink()
-    try:
-        with writing(out):
-            _index(partial, shards)
-            model.config.save_pretrained(partial)
-            _save_generation(model, partial, source)
-            if pack is not None:
-                pack(partial)
-            _explain(partial, report, tokenizer, masks, companions)
-            _to_disk(partial)
-            if os.name == "nt":  # there a folder with an open lock cannot be renamed
-                journal.close()
-            put(partial, out)
-    except OSError as error:
-        raise OSError(f"{error}. The finished blocks are kept in {partial}: make room and run the same again") from error
+    with journal.keeping(), writing(out):
+        _index(partial, shards)
+        model.config.save_pretrained(partial)
+        _save_generation(model, partial, source)
+        if pack is not None:
+            pack(partial)
+        _explain(partial, report, tokenizer, masks, companions)
+        _to_disk(partial)
+        if os.name == "nt":  # there a folder with an open lock cannot be renamed
+            journal.close()
+        put(partial, out)
     tidy(out)
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
     journal.close()
