@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.mixture import described
-from qprecon.llm.lowbit.grid import check_grid
+from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
+from qprecon.llm.lowbit.grid import check_grid, grid_of
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device, model_folder
 from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
@@ -31,7 +32,7 @@ from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.words import as_recipe
 from qprecon.llm.storage.beside import tidy
 from qprecon.llm.storage.in_memory import MemoryBlocks
-from qprecon.llm.storage.output import check_output, check_writable, complete_folder, save_model
+from qprecon.llm.storage.output import Pack, check_output, check_writable, complete_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -169,7 +170,7 @@ def _pruned(
             report = outcome(rows, source.zeros(rows), recorded, log, **facts)
             if out is not None:
                 with log.phase("save"):
-                    _save(source, found, report, out, save_masks, companions, log)
+                    _save(source, found, report, out, save_masks, companions, log, method)
             return replace(report, phase_seconds=dict(log.seconds))
 
         return ranks.decided(finished)
@@ -178,16 +179,32 @@ def _pruned(
 
 
 def _save(
-    source: MemoryBlocks | DiskBlocks, found: Found, report: PruneReport, out: Path, with_masks: bool, companions: Any, log: RunLog
-) -> None:
-    masks = source.masks() if with_masks else None
+    source: MemoryBlocks | DiskBlocks, found: Found, report: PruneReport, out: Path, with_masks: bool, companions: Any,
+    log: RunLog, method: Method,
+) -> None:  # fmt: skip
+    masks, pack = source.masks() if with_masks else None, _packing(source, found.model, report, method)
     if isinstance(source, DiskBlocks):
         complete_folder(
-            source.journal, source.entries(), found.model, found.files.folder, report, out, found.tokenizer, masks, companions
+            source.journal, source.entries(), found.model, found.files.folder, report, out, found.tokenizer, masks, companions, pack
         )
         return
     with log.library_bars():
-        save_model(found.model, report, out, found.tokenizer, masks, companions)
+        save_model(found.model, report, out, found.tokenizer, masks, companions, pack=pack)
     tidy(out)
+
+
+def _packing(source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method) -> Pack | None:
+    """What makes the written folder one of low-bit weights; blocks from disk to disk are packed already."""
+    if method.quantize == "none":
+        return None
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if isinstance(source, MemoryBlocks):
+        return lambda folder: pack_folder(folder, source.scales, linears)
+    names = [row.name for row in report.layers]
+    weight = model.get_submodule(names[0]).weight
+    assert isinstance(weight, torch.Tensor)
+    grid = grid_of(method, weight.dtype)
+    assert grid is not None
+    return lambda folder: write_configuration(folder, configuration(grid, names, linears))
 
 

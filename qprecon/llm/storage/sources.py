@@ -15,13 +15,13 @@ from qprecon.grids import Fitted
 from qprecon.llm.calibration.capture import capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
-from qprecon.llm.lowbit.compressed import packed_tensors
+from qprecon.llm.lowbit.compressed import low_bit_facts, packed_tensors
 from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
 from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
-from qprecon.llm.storage.checkpoint import Shards, stored_names
+from qprecon.llm.storage.checkpoint import Finished, Shards, stored_names
 from qprecon.llm.storage.filling import empty, fill, own_stream
 from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
@@ -94,7 +94,7 @@ class DiskBlocks:
 
     def _changed(self, entry: dict, files: set[str]) -> Iterator[str]:
         known = entry.get("source", {})
-        for name in entry["names"]:
+        for name in {**dict.fromkeys(entry["names"]), **known}:
             if self.shards.file_of.get(name) in files and known.get(name) != tensor_checksum(self.shards.read([name])[name]):
                 yield name
 
@@ -241,15 +241,15 @@ class DiskBlocks:
     def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         # A block after one that is missing may have been written too; it is pruned again, from the model's own weights.
         entry = None if dense or index >= self.finished else self.journal.entry(block_key(index))
-        written = dict.fromkeys(entry["names"], entry["file"]) if entry is not None else {}
+        written = Finished(self.journal.folder, entry or {})
         names, pinned = self._names(index), self.device.type == "cuda"
-        done = [name for name in names if self.stored[name] in written]  # not what it shares with another block, which holds it
+        done = [name for name in names if self.stored[name] in written.names]  # not what another block holds, which shares it
         with own_stream(self.read_stream):
-            tensors = self._read(self.shards, [name for name in names if self.stored[name] not in written], self.device, pinned)
-            return tensors | self._read(Shards(self.journal.folder, written, {}, {}), done, self.device, pinned)
+            tensors = self._read(self.shards, [name for name in names if name not in done], self.device, pinned)
+            return tensors | self._read(written, done, self.device, pinned)
 
     def _read(
-        self, shards: Shards, names: Iterable[str], device: torch.device, pinned: bool = False
+        self, shards: Shards | Finished, names: Iterable[str], device: torch.device, pinned: bool = False
     ) -> dict[str, torch.Tensor]:
         """Tensors by their names in the model, in the model's dtypes; copies, as those of safetensors may lie in the file.
 
@@ -277,12 +277,13 @@ class DiskBlocks:
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
             sums = {name: self.sums[name] for name in own}
-            own = packed_tensors(own, {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()})
+            low = {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()}
+            own = packed_tensors(own, low)
             own, masks = fetched(own), fetched(masks)
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         parameters = sum(tensor.numel() for tensor in counted)
-        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
-        key = _OUTSIDE if index is None else block_key(index)
+        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "low_bit": low_bit_facts(low)}
+        facts["source"], key = sums, _OUTSIDE if index is None else block_key(index)
         self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts, masks)
 
     def _copy_left_over(self) -> None:
