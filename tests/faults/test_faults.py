@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, two_at_once
 from .runs import Server, Tally, make_models
@@ -47,3 +48,8 @@ def test_two_on_one_output(server, models, tmp_path, tally):
 def test_a_full_disk(server, models, tmp_path, tally):
     full_disk(server, models, tmp_path, tally, step=41)
     assert tally.counts["refused in one line"] > 5
+
+
+def test_damaged_files(server, models, tmp_path, tally):
+    damaged_files(server, models, tmp_path, 60, tally)
+    assert tally.counts["refused in one line"] > 30 and tally.counts["pruned"] > 2
