@@ -25,7 +25,7 @@ from . import cases
 from .families import FAMILIES
 
 ROOT = pathlib.Path(qprecon.__file__).parent
-HEAVY = {"torch", "jax", "jaxlib", "mpax", "cvxpy", "osqp", "transformers", "triton", "safetensors", "datasets"}
+HEAVY = {"torch", "jax", "jaxlib", "mpax", "cvxpy", "osqp", "piqp", "clarabel", "transformers", "triton", "safetensors", "datasets"}
 
 
 def given(**more: Any) -> dict[str, Any]:
@@ -466,7 +466,7 @@ def test_automatic_choices_are_explained() -> None:
 def test_available_backends() -> None:
     """Every built-in backend is listed with what it can do and how to get it; asking imports nothing."""
     listed = qprecon.available_backends()
-    assert set(listed) >= {"cholesky", "pcg", "admm", "adam", "mpax", "osqp", "cvxpy"}
+    assert set(listed) >= {"cholesky", "pcg", "admm", "adam", "mpax", "osqp", "piqp", "clarabel", "cvxpy"}
     assert "auto" not in listed
     for name, entry in listed.items():
         assert set(entry) == {"installed", "summary", "extra", "missing", "capabilities"}, name
@@ -475,7 +475,7 @@ def test_available_backends() -> None:
         assert {"bounds", "linear", "devices", "dtypes", "scaling"} <= set(entry["capabilities"])
         if registry.find(name).requires:
             assert entry["extra"], f"{name} needs packages, and no extra is named that brings them"
-    assert [name for name in ("mpax", "osqp", "cvxpy") if not listed[name]["capabilities"]["bounds"]] == []
+    assert [name for name in ("mpax", "osqp", "piqp", "clarabel", "cvxpy") if not listed[name]["capabilities"]["bounds"]] == []
     assert listed["cholesky"]["installed"] and listed["pcg"]["installed"]
 
 
