@@ -1,7 +1,7 @@
 """Files of a model and of a text that are damaged at random: cut short, emptied, swapped, bits flipped, weights made NaN.
 
-What must hold: one line or a right answer. A file that cannot be parsed any more is named, a weight that is not finite is named, and
-what is pruned in spite of the damage is what transformers loads of the damaged folder.
+What must hold: one line or a right answer. A file that cannot be parsed any more is named, a weight that is not finite is named,
+and what is pruned in spite of the damage is what transformers loads of the damaged folder.
 """
 
 from __future__ import annotations
