@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .memory import no_memory
+
 # What Python tells an audit hook of changes to a file system, beside "open" for writing.
 _ROOM = {"os.mkdir", "os.rename", "shutil.copyfile"}  # they may find the disk full
 _CHANGES = _ROOM | {"os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
@@ -146,5 +148,5 @@ def _small_disk(at: str, bytes: int, kept: str) -> Iterator[None]:
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    "none": _none, "at_change": _at_change, "file_limit": _file_limit, "small_disk": _small_disk,
+    "none": _none, "at_change": _at_change, "file_limit": _file_limit, "small_disk": _small_disk, "no_memory": no_memory,
 }  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, two_at_once
+from .memory import out_of_memory
 from .runs import Server, Tally, make_models
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or not os.path.isdir("/proc/self/fd"), reason="forks, signals and /proc")
@@ -53,3 +54,8 @@ def test_a_full_disk(server, models, tmp_path, tally):
 def test_damaged_files(server, models, tmp_path, tally):
     damaged_files(server, models, tmp_path, 60, tally)
     assert tally.counts["refused in one line"] > 30 and tally.counts["pruned"] > 2
+
+
+def test_out_of_memory(server, models, tmp_path, tally):
+    out_of_memory(server, models, tmp_path, 12, tally, kinds=("llama", "llama-pickled"))
+    assert tally.counts["one line"] > 2 and tally.counts["finished all the same"] > 2

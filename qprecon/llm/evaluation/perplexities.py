@@ -158,6 +158,15 @@ def check_perplexity(
     check_cut(seqlen, bos)
 
 
+def _cause(model: Any) -> str:
+    """The end of a message about NaN: a weight that is not finite, if there is one."""
+    try:
+        check_finite(model.named_parameters())
+    except ValueError as error:
+        return f": {error}"
+    return ""
+
+
 @torch.inference_mode()
 def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool | str) -> float:
     device = model.get_input_embeddings().weight.device
@@ -167,8 +176,7 @@ def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torc
         for index, batch in enumerate(tokens.split(batch_size)):
             nll = _forward_nll(model, batch.to(device), autocast)
             if math.isnan(nll):
-                check_finite(model.named_parameters())
-                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
+                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch{_cause(model)}")
             total += nll
             step("perplexity", len(batch))
     return total

@@ -16,6 +16,7 @@ from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
 from qprecon.llm.model.dtypes import as_dtype
+from qprecon.memory import out_of_memory
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -199,9 +200,11 @@ def loading(what: str) -> Iterator[None]:
     """While open, whatever transformers raises for bad files, of a dozen classes, becomes one line: "`what` cannot be loaded"."""
     try:
         yield
-    except (BadFileError, ImportError, torch.OutOfMemoryError):
+    except (BadFileError, ImportError):
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise BadFileError(f"{what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # what the Rust libraries raise is no Exception
