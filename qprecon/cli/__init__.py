@@ -22,6 +22,7 @@ from ._stop import Terminated, signals_raise
 
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
 BAD_INPUT = 2
+_LONGEST = 500  # characters of a word in an error; a value that was given may be a whole file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def _line(error: Exception) -> str:
     """An error on one line."""
     if out_of_memory(error) and not isinstance(error, ValueError):
         return f"out of memory ({one_line(error)}); fewer or shorter windows, or a smaller batch, take less"
-    return " ".join(str(error).split())
+    return " ".join(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}…" for word in str(error).split())
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

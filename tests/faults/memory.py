@@ -1,7 +1,8 @@
 """Memory that runs out at one of a run's allocations, drawn from all above a size: on a CPU, or on a GPU (`device`).
 
 What must hold: the run finishes with all columns certified (with fewer of them at a time, so the last digits may be others), or
-ends with one line that says so; then the same command goes on after what was finished, and on a CPU gives the bits of a run with memory.
+ends with one line that says so; then the same command goes on after what was finished, and on a CPU gives the bits of a run that
+had memory.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def check_output(out: str | Path) -> Path:
     that lead to one another; PermissionError where no folder can be made.
     """
     out = _followed(out)
-    above = next(parent for parent in out.parents if parent.exists())
+    above = next(parent for parent in (*out.parents, out) if parent.exists())
     if not above.is_dir():
         raise FileExistsError(f"output {out} would lie in {above}, which is a file")
     if not os.access(above, os.W_OK | os.X_OK):
