@@ -144,6 +144,12 @@ class Recipe:
         "options of sweep and descent: sweeps (passes of descent in a row), refits (of the scales), repeats (of the sweep)",
         BITS, flag="--rounding-option", metavar="KEY=VALUE",
     )  # fmt: skip
+    adapter_rank: int = option(
+        0,
+        "beside the weights of each layer a low-rank part of this rank, solved together with them; written as a PEFT adapter to "
+        "OUT/adapter",
+        BITS, least=0,
+    )  # fmt: skip
     nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
     seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
     seed: int = option(0, "of the choice of windows", CALIBRATION)
@@ -191,6 +197,9 @@ class Recipe:
                 raise ValueError("solve_options: weights on a grid know no bounds, so that lower and upper contradict quantize")
         elif self.group_size is not None:
             raise ValueError("group_size is of quantize: say which, for instance quantize='int4'")
+        for name, value in (("update", "own"), ("propagate", "dense")):
+            if self.adapter_rank and getattr(self, name) == value:
+                raise ValueError(f"adapter_rank: weights and adapter are solved in turn, so that {name}={value!r} contradicts it")
         made_options("rounding", Effort, {"method": self.rounding, **self.rounding_options})
 
     def _check_targets(self) -> None:
