@@ -2,7 +2,8 @@
 
     solution = qprecon.solve(H, W, mask, damping=0.01)
 
-``qprecon.llm`` prunes transformers; it is loaded when first touched, so that ``import qprecon`` loads neither torch nor jax.
+``qprecon.llm`` prunes transformers, ``qprecon.torch`` and ``qprecon.jax`` differentiate the solve. Each is loaded when first
+touched, so that ``import qprecon`` loads neither torch nor jax.
 """
 
 from typing import Any
@@ -57,8 +58,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "llm":
+    if name in ("llm", "torch", "jax"):
         import importlib
 
-        return importlib.import_module("qprecon.llm")
+        return importlib.import_module(f"qprecon.{name}")
     raise AttributeError(f"module 'qprecon' has no attribute {name!r}")

@@ -29,3 +29,14 @@ class UnsupportedError(ValueError):
 
 class NotOptimalError(RuntimeError):
     """Raised by ``Solution.raise_for_status`` when a column is not certified optimal."""
+
+
+class RankError(RuntimeError):
+    """Another process of a run on several has failed or does not answer; the message names its rank.
+
+    said: whether a process shows the error itself, so that the others need not.
+    """
+
+    def __init__(self, message: str, *, said: bool = False) -> None:
+        super().__init__(message)
+        self.said = said

@@ -12,6 +12,7 @@ import json
 import lzma
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -45,6 +46,8 @@ PICKLE = Kind("a file of torch.save", (sniff.ZIP, sniff.PICKLE))
 _COMPRESSED = {".gz": sniff.GZIP, ".zst": sniff.ZSTD, ".bz2": sniff.BZIP2, ".xz": sniff.XZ}
 _PACKED = tuple(_COMPRESSED.values())
 
+# What libraries in Rust, with errors of no class of their own, say of a full disk and of a quota.
+_NO_ROOM = re.compile(r"\(os error (28|27|122)\)")
 _LOOKED_AT = 1000  # names beside one that is not there
 
 # What the readers of files raise, beside classes of their own packages.
@@ -87,24 +90,43 @@ def writing(path: str | Path, *also: type[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, (OSError, *also)) and type(error).__module__.split(".")[0] not in _PACKAGES:
+        theirs = type(error).__module__.split(".")[0] in _PACKAGES or _NO_ROOM.search(str(error))
+        if not isinstance(error, (OSError, *also)) and not theirs:
             raise
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else one_line(error)
-        raise OSError(f"cannot write {path} ({reason})") from error
+        raise OSError(f"cannot write {path} ({_system_reason(error) or one_line(error)})") from error
 
 
-def write_text(path: str | Path, text: str) -> Path:
-    """Write a UTF-8 file, which is there complete or as it was before. OSError, naming it, where that cannot be done."""
+def _system_reason(error: BaseException | None) -> str | None:
+    """What the system said, of an error or of one that led to it: torch.save says only that it could not go on."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return os.strerror(error.errno)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A name to write under; on leaving, that file gets the name `path`, which stands for a complete file or the one before.
+
+    OSError, naming `path`, where that cannot be done.
+    """
     path = Path(path)
     partial = path.with_name(temporary(path.name))
     try:
         with writing(path):
-            partial.write_text(text, encoding="utf-8")
+            yield partial
             os.replace(partial, path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return path
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a UTF-8 file, as in `replacing`."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+    return Path(path)
 
 
 def temporary(name: str) -> str:

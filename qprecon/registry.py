@@ -83,6 +83,22 @@ BUILT_IN = (
         capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
     Backend(
+        "piqp",
+        "qprecon.backends.piqp",
+        "PIQP, a dense interior-point method on each column's kept block; a reference for general bounds",
+        requires=("piqp",),
+        extra="piqp",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
+        "clarabel",
+        "qprecon.backends.clarabel",
+        "Clarabel, an interior-point method on each column's kept block; a reference for general bounds",
+        requires=("clarabel",),
+        extra="clarabel",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
         "cvxpy",
         "qprecon.backends.cvxpy",
         "any QP solver that cvxpy has installed; a reference",

@@ -83,6 +83,22 @@ def test_the_examples_of_regression_run():
     assert abs(names["model"].intercept_ - 3.0).max() < 0.02 and names["model"].solution_.optimal.all()
 
 
+@pytest.mark.parametrize("index", [0, 1, 2], ids=["torch", "mask", "jax"])
+def test_the_examples_of_derivatives_run(index, capsys):
+    if index == 2:
+        pytest.importorskip("jax")
+    code = blocks("differentiation.md", "python")[index]
+    names = {}
+    exec(code, names)
+    if index == 0:
+        assert names["W"].grad.isfinite().all() and names["W"].grad.any()
+    elif index == 1:
+        assert len(code.splitlines()) <= 30 and min(names["losses"]) < 0.8 * names["losses"][0]
+        assert "with Wanda's mask" in capsys.readouterr().out
+    else:
+        assert names["gradient"].shape == (64, 32) and bool((names["gradient"] != 0).any())
+
+
 def test_the_recipes_load(tmp_path):
     plain, staged = blocks("pruning.md", "yaml")
     (tmp_path / "recipe.yaml").write_text(plain)

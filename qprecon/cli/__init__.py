@@ -6,12 +6,15 @@ The subcommands import torch and the rest only when they run, so that --help is 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import qprecon
+from qprecon.errors import RankError
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
+from ._launch import is_grouped, is_silent, launched_rank
 from ._oneline import Parser
 from ._stop import Terminated, signals_raise
 
@@ -27,20 +30,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done; 1 done, but not as well as was asked (see the subcommand); 2 bad input, with one line
-        about it on stderr; 130 interrupted; 143 terminated (SIGTERM).
+        about it on stderr; 130 interrupted; 143 terminated (SIGTERM). Of several processes of a launcher one speaks.
     """
     parsed = _parsed(arguments)
     try:
         with signals_raise(to_the_end=arguments is None):
-            return parsed.run(parsed)
+            code = parsed.run(parsed)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk is told here, not as Python ends
+            return code
     except (KeyboardInterrupt, Terminated) as stop:
         word, code = ("interrupted", 130) if isinstance(stop, KeyboardInterrupt) else ("terminated", 143)
-        print("; ".join(filter(None, [f"qprecon: {word}", str(stop)])), file=sys.stderr)
+        if not is_silent():
+            print("; ".join(filter(None, [f"qprecon: {word}", str(stop)])), file=sys.stderr)
         return code
+    except RankError as error:
+        if not error.said:
+            print(f"qprecon {parsed.command}: error: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # a collective that the lost rank left behind would keep this process
     except Exception as error:
         if parsed.traceback or not _is_bad_input(error):
             raise
-        print(f"qprecon {parsed.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        who = f"rank {launched_rank()}: " if is_grouped() and launched_rank() is not None else ""
+        if is_grouped() or not is_silent():
+            print(f"qprecon {parsed.command}: error: {who}{' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
 
 

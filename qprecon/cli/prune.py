@@ -8,6 +8,7 @@ from qprecon.llm.settings.options import options
 from qprecon.llm.settings.recipe import Run
 
 from ._flags import add_options, given
+from ._launch import is_silent, launched
 from ._stop import Terminated
 
 _EPILOG = """\
@@ -53,13 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     named = {"calibration": named_calibration(words["calibration"])}  # read once the model is known to be one
     quiet = {"progress": "quiet"} if arguments.quiet else {}
     try:
-        report = prune_model(**{**words, **named, **quiet})
+        with launched(words.get("device"), words.get("rank_timeout", Run.rank_timeout)):
+            report = prune_model(**{**words, **named, **quiet})
     except (KeyboardInterrupt, Terminated) as stop:
         if not partial_folder(words["out"]).is_dir():
             raise
         raise type(stop)("the same command goes on after the last finished block") from stop
-    save_recipe(words, words["out"])
+    if is_silent():
+        return 0
     if not arguments.quiet:
         print(report.summary())
         print(f"the pruned model and its report are in {words['out']}")
+    save_recipe(words, words["out"])  # where the disk is full now, the model is there
     return 0

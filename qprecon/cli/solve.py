@@ -82,10 +82,10 @@ def _make_room(path: Path) -> None:
 def _write(path: Path, solution) -> None:
     import numpy as np
 
-    from qprecon.files import writing
+    from qprecon.files import replacing
 
     figures = {name: getattr(solution, name) for name in _SAVED}
     figures["status"] = np.array([status.name for status in solution.status], dtype=str)
     figures["reported_status"] = np.array(solution.reported_status, dtype=str)
-    with writing(path), path.open("wb") as file:  # np.savez would add .npz to another name
+    with replacing(path) as partial, partial.open("wb") as file:  # np.savez would add .npz to another name
         np.savez(file, **figures)

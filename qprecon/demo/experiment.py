@@ -17,6 +17,7 @@ from typing import Any
 
 from qprecon.demo.model import NAME, ModelUnavailableError, demo_model_folder
 from qprecon.demo.text import split_builtin_text
+from qprecon.files import write_text
 
 SPARSITY = 0.5
 SEED = 0
@@ -80,7 +81,7 @@ class DemoResult:
         """Write the numbers with machine, versions and date."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         rounded = {**dataclasses.asdict(self), "seconds": {k: round(v, 2) for k, v in self.seconds.items()}}
-        Path(path).write_text(json.dumps(rounded, indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(rounded, indent=2) + "\n")
 
 
 def run_demo(

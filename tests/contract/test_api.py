@@ -25,7 +25,7 @@ from . import cases
 from .families import FAMILIES
 
 ROOT = pathlib.Path(qprecon.__file__).parent
-HEAVY = {"torch", "jax", "jaxlib", "mpax", "cvxpy", "osqp", "transformers", "triton", "safetensors", "datasets"}
+HEAVY = {"torch", "jax", "jaxlib", "mpax", "cvxpy", "osqp", "piqp", "clarabel", "transformers", "triton", "safetensors", "datasets"}
 
 
 def given(**more: Any) -> dict[str, Any]:
@@ -72,6 +72,8 @@ def _imports(path: pathlib.Path) -> list[tuple[str, bool]]:
 
 def _layer(path: pathlib.Path) -> str:
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if first in ("torch", "jax"):
+        return "functions"
     return {"llm": "llm", "backends": "backends", "cli": "cli", "page": "cli", "demo": "cli", "__main__": "cli"}.get(first, "core")
 
 
@@ -87,7 +89,10 @@ def test_import_direction(path: pathlib.Path) -> None:
             case "core":
                 assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo", "qprecon.page", "qprecon.llm"), name
                 assert not (top and name.split(".")[0] in HEAVY), name
-                assert not _is(name, "transformers", "mpax", "cvxpy", "osqp"), name
+                assert not _is(name, "transformers", "mpax", "cvxpy", "osqp", "qprecon.torch", "qprecon.jax"), name
+            case "functions":  # each of one library, which it is about
+                assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo", "qprecon.page", "qprecon.llm"), name
+                assert name.split(".")[0] not in set(HEAVY) - {path.stem}, name
             case "backends":
                 assert not _is(name, "qprecon.llm", "qprecon.cli", "qprecon.demo", "transformers"), name
             case "llm":
@@ -173,6 +178,26 @@ def test_public_functions_work_twice_after_importing_everything() -> None:
     called |= {"available_backends", "Rounded", "Solution", "Timing", "Provenance", "Status", "llm"}
     errors = {name for name in qprecon.__all__ if name.endswith("Error")}
     assert set(qprecon.__all__) == called | errors, "a public name that this test does not use"
+
+
+def test_names_of_other_libraries_hide_nothing() -> None:
+    """`qprecon.torch` and `qprecon.jax` load when touched, are not taken by `import *`, and leave the libraries' names alone."""
+    code = """
+import sys
+from qprecon import *
+import qprecon
+assert not {"torch", "jax"} & {*sys.modules, *globals()}
+import torch
+module = qprecon.torch
+assert module.torch is torch and torch.__name__ == "torch" and module.__name__ == "qprecon.torch" and "jax" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, extra in (("torch", "torch"), ("jax", "mpax")):
+        assert name not in qprecon.__all__
+        code = f"import sys; sys.modules[{name!r}] = None; import qprecon; qprecon.{name}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert f"pip install 'qprecon[{extra}]'" in done.stderr and "ModuleNotFoundError" in done.stderr
 
 
 def test_unknown_attribute() -> None:
@@ -441,7 +466,7 @@ def test_automatic_choices_are_explained() -> None:
 def test_available_backends() -> None:
     """Every built-in backend is listed with what it can do and how to get it; asking imports nothing."""
     listed = qprecon.available_backends()
-    assert set(listed) >= {"cholesky", "pcg", "admm", "adam", "mpax", "osqp", "cvxpy"}
+    assert set(listed) >= {"cholesky", "pcg", "admm", "adam", "mpax", "osqp", "piqp", "clarabel", "cvxpy"}
     assert "auto" not in listed
     for name, entry in listed.items():
         assert set(entry) == {"installed", "summary", "extra", "missing", "capabilities"}, name
@@ -450,7 +475,7 @@ def test_available_backends() -> None:
         assert {"bounds", "linear", "devices", "dtypes", "scaling"} <= set(entry["capabilities"])
         if registry.find(name).requires:
             assert entry["extra"], f"{name} needs packages, and no extra is named that brings them"
-    assert [name for name in ("mpax", "osqp", "cvxpy") if not listed[name]["capabilities"]["bounds"]] == []
+    assert [name for name in ("mpax", "osqp", "piqp", "clarabel", "cvxpy") if not listed[name]["capabilities"]["bounds"]] == []
     assert listed["cholesky"]["installed"] and listed["pcg"]["installed"]
 
 

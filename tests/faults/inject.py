@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# What Python tells an audit hook of changes to a file system; event -> its name. A file is opened for writing with "open".
-_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.copyfile", "shutil.rmtree"}
+# What Python tells an audit hook of changes to a file system, beside "open" for writing.
+_ROOM = {"os.mkdir", "os.rename", "shutil.copyfile"}  # they may find the disk full
+_CHANGES = _ROOM | {"os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def _at_change(at: int, below: str, do: str, told: str | None = None) -> Iterato
 
     at 0: never; told: a file into which the number of changes is written at the end.
     """
-    acts: dict[str, Callable[[str], None]] = {"kill": _kill, "full": _full}
+    act, events = {"kill": (_kill, _CHANGES), "full": (_full, _ROOM)}[do]
     seen = 0
 
     def happens(path: Any) -> None:
@@ -46,10 +47,10 @@ def _at_change(at: int, below: str, do: str, told: str | None = None) -> Iterato
         if name.startswith(below) and seen >= 0:
             seen += 1
             if seen == at:
-                acts[do](name)
+                act(name)
 
     def hook(event: str, values: tuple) -> None:
-        if event in _CHANGES and values or event == "open" and _writes(values):
+        if event in events and values or event == "open" and _writes(values):
             happens(values[0])
 
     sys.addaudithook(hook)
@@ -113,4 +114,37 @@ def _file_limit(bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-FAULTS: dict[str, Callable[..., Any]] = {"none": _none, "at_change": _at_change, "file_limit": _file_limit}
+@contextmanager
+def _small_disk(at: str, bytes: int, kept: str) -> Iterator[None]:
+    """A disk of its own for what lies below `at`, which is full soon; `kept` gets what is on it at the end.
+
+    OSError where the system allows nobody a mount of his own.
+    """
+    import ctypes
+    import shutil
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: Any) -> None:
+        if getattr(libc, name)(*arguments) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{name}: {os.strerror(number)}")
+
+    user, group = os.getuid(), os.getgid()
+    call("unshare", 0x10000000 | 0x00020000)  # CLONE_NEWUSER, CLONE_NEWNS
+    for name, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(content)
+    shutil.copytree(at, kept, dirs_exist_ok=True, symlinks=True)
+    call("mount", b"tmpfs", os.fsencode(at), b"tmpfs", 0, f"size={bytes}".encode())
+    shutil.copytree(kept, at, dirs_exist_ok=True, symlinks=True)
+    shutil.rmtree(kept)
+    try:
+        yield
+    finally:
+        shutil.copytree(at, kept, symlinks=True)
+
+
+FAULTS: dict[str, Callable[..., Any]] = {
+    "none": _none, "at_change": _at_change, "file_limit": _file_limit, "small_disk": _small_disk,
+}  # fmt: skip

@@ -19,7 +19,7 @@ from .runs import PATIENCE, ROOT, Ended, Models, Server, Tally, beside, contents
 
 HOW = ("SIGKILL", "SIGTERM", "SIGINT twice")
 _CODES = {"SIGKILL": (0, -9), "SIGTERM": (0, 143), "SIGINT twice": (0, 130)}
-_CONTINUED = re.compile(r"continued after (\d+) of")
+CONTINUED = re.compile(r"continued after (\d+) of")
 _EARLIER = ["--sparsity", "0.7", "--update", "none"]  # of a run whose output is there before
 
 
@@ -109,7 +109,7 @@ def check_killed(server: Server, run: Reference, ended: Ended, how: str, case: s
         tally.counts["killed between taking the old output away and putting the new one there"] += 1
         if not [name for name in beside(run.out) if ".old." in name]:
             tally.fault(case, "the earlier output is lost")
-    elif found is not None and _made(found) not in (_made(run.right), _made(run.before)):
+    elif found is not None and made(found) not in (made(run.right), made(run.before)):
         tally.fault(case, f"the output is neither the old nor the new one: {_differing(found, run.right)}")
     finished = finished_blocks(run.out)
     tally.counts["blocks finished before the kill"] += finished
@@ -117,7 +117,7 @@ def check_killed(server: Server, run: Reference, ended: Ended, how: str, case: s
     if (wrong := again.wrong(0)) is not None:
         tally.fault(case, f"run again: {wrong}")
         return
-    continued = sum(map(int, _CONTINUED.findall(again.out)))
+    continued = sum(map(int, CONTINUED.findall(again.out)))
     tally.counts["blocks taken over by the next run"] += continued
     if continued < finished:
         tally.counts["blocks lost"] += finished - continued
@@ -138,9 +138,9 @@ def finished_blocks(out: Path) -> int:
     return next(number for number in range(len(entries) + 1) if f"block-{number:05d}.json" not in entries)
 
 
-def _made(found: dict[str, str]) -> dict[str, str]:
+def made(found: dict[str, str], out: str = "") -> dict[str, str]:
     """Without recipe.yaml, which is written last, into the folder that has its name already, and what is tidied up then."""
-    later = ("recipe.yaml", ".recipe.yaml.partial", "qprecon_progress/")
+    later = tuple(out + name for name in ("recipe.yaml", ".recipe.yaml.partial", "qprecon_progress/"))
     return {name: value for name, value in found.items() if not name.startswith(later)}
 
 

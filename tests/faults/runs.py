@@ -97,11 +97,6 @@ class Ended:
 class Server:
     """The process of `server.py`; use it with `with`."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.number = 0
-        folder.mkdir(parents=True, exist_ok=True)
-
     def __enter__(self) -> Server:
         environment = quiet_environment()
         self.process = subprocess.Popen(
@@ -118,11 +113,8 @@ class Server:
 
     def start(self, arguments: Sequence[str], fault: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Running:
         """Start one run."""
-        self.number += 1
-        out, err = (self.folder / f"{self.number}.{name}" for name in ("out", "err"))
-        began = time.monotonic()
-        job = {"run": list(map(str, arguments)), "out": str(out), "err": str(err), "fault": fault, "env": env}
-        return Running(self, self._ask(job)["pid"], out, err, began)
+        job = {"run": list(map(str, arguments)), "fault": fault, "env": env}
+        return Running(self, self._ask(job)["pid"], time.monotonic())
 
     def run(self, arguments: Sequence[str], fault: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Ended:
         """One run to its end."""
@@ -140,8 +132,6 @@ class Running:
 
     server: Server
     pid: int
-    out: Path
-    err: Path
     began: float
 
     def signal(self, number: int) -> None:
@@ -153,13 +143,11 @@ class Running:
 
     def ended(self, patience: float = PATIENCE) -> Ended:
         """Wait for it."""
-        code = self.server._ask({"wait": self.pid, "seconds": patience})["code"]
-        if code is None:
+        found = self.server._ask({"wait": self.pid, "seconds": patience})
+        if found["code"] is None:
             os.killpg(self.pid, signal.SIGKILL)
             self.server._ask({"wait": self.pid, "seconds": 10})
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in (self.out, self.err)]
-        self.out.unlink(), self.err.unlink()
-        return Ended(code, *texts, time.monotonic() - self.began)
+        return Ended(found["code"], found["out"], found["err"], time.monotonic() - self.began)
 
 
 def quiet_environment() -> dict[str, str]:
@@ -174,12 +162,15 @@ def contents(out: Path) -> dict[str, str]:
     for path in sorted(out.rglob("*")):
         if path.is_file():
             name, data = path.relative_to(out).as_posix(), path.read_bytes()
-            found[name] = hashlib.sha256(_lasting(data, out) if name == "qprecon_report.json" else data).hexdigest()[:16]
+            found[name] = hashlib.sha256(_lasting(data) if path.name == "qprecon_report.json" else data).hexdigest()[:16]
     return found
 
 
-def _lasting(report: bytes, out: Path) -> bytes:
-    data = json.loads(report)
+def _lasting(report: bytes) -> bytes:
+    try:
+        data = json.loads(report)
+    except ValueError:  # a half of one, of a run that is not finished
+        return report
     for key in ("phase_seconds", "warnings"):
         data.pop(key)
     for row in data["layers"]:

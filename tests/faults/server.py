@@ -2,8 +2,8 @@
 
 `python -m tests.faults.server` reads jobs from stdin, a line of JSON each, and answers with a line each:
 
-    {"run": ["prune", …], "out": FILE, "err": FILE, "env": {…}, "fault": {…}}   ->  {"pid": PID}
-    {"wait": PID, "seconds": S}                                                 ->  {"code": CODE}, null after S seconds
+    {"run": ["prune", …], "env": {…}, "fault": {…}}   ->  {"pid": PID}
+    {"wait": PID, "seconds": S}                       ->  {"code": CODE, "out": TEXT, "err": TEXT}, CODE null after S seconds
 
 The child does what the console script does, with the arguments of `run` as its command line; CODE is as of `subprocess`, so that a
 child that a signal ended has minus its number.
@@ -21,6 +21,8 @@ import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
+
+_said: dict[int, list[tuple[int, bytearray]]] = {}  # by child: what it has written to stdout and stderr so far
 
 
 def main() -> None:
@@ -58,25 +60,28 @@ def _load() -> None:
 def _start(job: dict[str, Any]) -> dict[str, int]:
     """It has begun when it takes signals: what comes before is Python's and this server's."""
     sys.stdout.flush()
-    reader, writer = os.pipe()
+    pipes = [os.pipe() for _ in range(3)]
     pid = os.fork()
     if pid == 0:
-        os.close(reader)
-        os._exit(_child(job, writer))
-    os.close(writer)
-    os.read(reader, 1)  # or its end, where the child ended before
-    os.close(reader)
+        os._exit(_child(job, *(writer for _, writer in pipes)))
+    for _, writer in pipes:
+        os.close(writer)
+    (begun, _), *said = pipes
+    os.read(begun, 1)  # or its end, where the child ended before
+    os.close(begun)
+    _said[pid] = [(reader, bytearray()) for reader, _ in said]
+    for reader, _ in said:
+        os.set_blocking(reader, False)
     return {"pid": pid}
 
 
-def _child(job: dict[str, Any], begun: int) -> int:
+def _child(job: dict[str, Any], begun: int, out: int, err: int) -> int:
     code = 1
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, name in ((1, job["out"]), (2, job["err"])):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+        os.dup2(out, 1), os.dup2(err, 2)
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
         os.environ.update(job.get("env") or {})
@@ -105,15 +110,27 @@ def _child(job: dict[str, Any], begun: int) -> int:
     return code
 
 
-def _wait(pid: int, seconds: float) -> dict[str, int | None]:
-    until = time.monotonic() + seconds
-    while True:
+def _wait(pid: int, seconds: float) -> dict[str, Any]:
+    until, code = time.monotonic() + seconds, None
+    while code is None and time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return {"code": os.waitstatus_to_exitcode(status)}
-        if time.monotonic() > until:
-            return {"code": None}
-        time.sleep(0.002)
+        code = os.waitstatus_to_exitcode(status) if done else None
+        for reader, text in _said[pid]:
+            while part := _read(reader):
+                text += part
+        time.sleep(0.002 if code is None else 0)
+    out, err = (text.decode(errors="replace") for _, text in _said[pid])
+    if code is not None:
+        for reader, _ in _said.pop(pid):
+            os.close(reader)
+    return {"code": code, "out": out, "err": err}
+
+
+def _read(reader: int) -> bytes:
+    try:
+        return os.read(reader, 65536)
+    except BlockingIOError:  # nothing yet
+        return b""
 
 
 if __name__ == "__main__":

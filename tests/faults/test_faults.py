@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from .disk import full_disk
 from .kills import kills, kills_at_changes, two_at_once
 from .runs import Server, Tally, make_models
 
@@ -16,8 +17,8 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("logs")) as started:
+def server():
+    with Server() as started:
         yield started
 
 
@@ -29,15 +30,20 @@ def tally(request):
 
 
 def test_killed_at_random_moments(server, models, tmp_path, tally):
-    kills(server, models, tmp_path, 6, tally, kinds=("llama",))
-    assert tally.counts["the same bits after all"] == 6
+    kills(server, models, tmp_path, 4, tally, kinds=("llama",))
+    assert tally.counts["the same bits after all"] == 4
 
 
 def test_killed_at_changes_of_files(server, models, tmp_path, tally):
-    kills_at_changes(server, models, tmp_path, tally, step=19)
+    kills_at_changes(server, models, tmp_path, tally, step=31)
     assert tally.counts["blocks taken over by the next run"] > 0
 
 
 def test_two_on_one_output(server, models, tmp_path, tally):
     two_at_once(server, models, tmp_path, 2, tally)
     assert tally.counts["pairs"] == 2
+
+
+def test_a_full_disk(server, models, tmp_path, tally):
+    full_disk(server, models, tmp_path, tally, step=41)
+    assert tally.counts["refused in one line"] > 5

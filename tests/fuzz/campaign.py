@@ -70,7 +70,7 @@ class Tally:
         """What is written to the file."""
         share = lambda name: round(self.well_posed_optimal[name] / count, 5) if (count := self.well_posed[name]) else None  # noqa: E731
         return {
-            "command": f"python -m tests.fuzz --problems {self.problems} --seed {self.seed}",
+            "command": f"python -m tests.fuzz --problems {self.problems} --seed {self.seed} --backends {','.join(self.backends)}",
             "seed": self.seed,
             "problems": self.problems,
             "columns": self.columns,

@@ -11,7 +11,7 @@ import qprecon
 
 LLM = pathlib.Path(qprecon.__file__).parent / "llm"
 # Each builds on those before it.
-ROOMS = "files model calibration statistics masks settings reporting lowbit storage pruning recovery evaluation".split()
+ROOMS = "files ranks model calibration statistics masks settings reporting lowbit storage pruning recovery evaluation".split()
 MOST_FILES = 12
 
 

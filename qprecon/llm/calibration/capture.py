@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from qprecon.llm.calibration.replay import Call, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.unprunable import FromBlock, ReplayCheck, Turns, Unknown, marked, no_other_stack, same_tensor, unknown
+from qprecon.llm.ranks.dealing import Share
 
 _PROBE_TOKENS = 8
 _SCALARS = (bool, int, float, str)
@@ -35,10 +37,12 @@ def capture_inputs(
     batch: int = 1,
     streams: int = 1,
     on_sample: Callable[[], None] = lambda: None,
+    share: Share | None = None,
 ) -> BlockInputs:
     """The inputs of all `blocks` for every sample, a (T,) or (1, T) tensor of token numbers.
 
     With `batch` > 1 neighbours of one length go through the blocks together: small models are then not bound by launches.
+    `share`: which of the samples are this rank's; without, all.
 
     Arguments of blocks go to `device`, where the blocks will run, the model's own unless given; hidden states are kept on
     `store`, by default wherever `choose_store` says for `streams` times as many. The model is left as it was found,
@@ -49,7 +53,8 @@ def capture_inputs(
     """
     device = torch.device(device or next(model.parameters()).device)
     decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
-    run = partial(_captured, decoder, blocks, samples, device, store, batch, streams, on_sample)
+    stacked = _batched(samples, batch, share)
+    run = partial(_captured, decoder, blocks, stacked, device, store, streams, on_sample)
     try:
         with _moved(decoder, blocks, device):
             return run()
@@ -59,14 +64,14 @@ def capture_inputs(
 
 
 def _captured(
-    decoder: nn.Module, blocks: Sequence[Block], samples: Sequence[torch.Tensor], device: torch.device, store: Any, batch: int,
-    streams: int, on_sample: Callable[[], None],
+    decoder: nn.Module, blocks: Sequence[Block], stacked: _Batches, device: torch.device, store: Any, streams: int,
+    on_sample: Callable[[], None],
 ) -> BlockInputs:  # fmt: skip
     """`capture_inputs` with the decoder where it is."""
     home = next(decoder.parameters()).device
     store = None if store in (None, "auto") else torch.device(store)
-    recorder = _Recorder(decoder, blocks, device, store, streams * sum(sample.numel() for sample in samples))
-    batches, names = _batched([sample.reshape(1, -1) for sample in samples], batch)
+    batches = stacked.tokens
+    recorder = _Recorder(decoder, blocks, device, store, streams * sum(tokens.numel() for tokens in batches))
     short = batches[0][:1, :_PROBE_TOKENS].to(home)
     with evaluation_mode(decoder), torch.no_grad():
         with replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
@@ -78,7 +83,8 @@ def _captured(
                 with recorder.sample():
                     decoder(input_ids=numbers.to(home), use_cache=False)
                 on_sample()
-    return BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, names, recorder.borrowing)
+    inputs = BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, stacked.names, recorder.borrowing)
+    return replace(inputs, share=stacked.share, portions=stacked.portions)
 
 
 def _check_replay(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tensor, containers: dict) -> None:
@@ -128,19 +134,32 @@ def placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]
             tensor.data = data
 
 
-def _batched(samples: Sequence[torch.Tensor], batch: int) -> tuple[list[torch.Tensor], list[str]]:
-    """Neighbours of one length stacked, at most `batch` at a time, and the name of each stack."""
+@dataclass(frozen=True)
+class _Batches:
+    """Stacks of windows, (B, T) each, the name of each stack, and which stacks each portion of a share has."""
+
+    tokens: list[torch.Tensor]
+    names: list[str]
+    share: Share | None
+    portions: tuple[range, ...]
+
+
+def _batched(samples: Sequence[torch.Tensor], batch: int, share: Share | None = None) -> _Batches:
+    """Neighbours of one length stacked, at most `batch` at a time; none across the edge of a portion."""
     batches: list[torch.Tensor] = []
     names: list[str] = []
-    first = 0
-    while first < len(samples):
-        last = first
-        while last + 1 < min(len(samples), first + batch) and samples[last + 1].shape == samples[first].shape:
-            last += 1
-        batches.append(torch.cat(list(samples[first : last + 1])))
-        names.append(f"sample {first}" if last == first else f"samples {first} to {last}")
-        first = last + 1
-    return batches, names
+    portions: list[range] = []
+    for portion in [range(len(samples))] if share is None else [range(1)] if share.spare else share.own:
+        before, first = len(batches), portion.start
+        while first < portion.stop:
+            last = first
+            while last + 1 < min(portion.stop, first + batch) and samples[last + 1].numel() == samples[first].numel():
+                last += 1
+            batches.append(torch.cat([sample.reshape(1, -1) for sample in samples[first : last + 1]]))
+            names.append(f"sample {first}" if last == first else f"samples {first} to {last}")
+            first = last + 1
+        portions.append(range(before, len(batches)))
+    return _Batches(batches, names, share, () if share is None or share.spare else tuple(portions))
 
 
 @contextmanager

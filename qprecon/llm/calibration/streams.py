@@ -12,6 +12,7 @@ from torch import nn
 from qprecon.llm.calibration.memory import own_copy, stored
 from qprecon.llm.calibration.replay import Call, run_block
 from qprecon.llm.model.linears import LinearView
+from qprecon.llm.ranks.dealing import Share
 
 
 @dataclass
@@ -21,7 +22,8 @@ class BlockInputs:
     `hidden[s]` is the input of sample s, (B, T, D) in the model's dtype, on the store device (pinned if that is the host's memory
     and blocks run on a GPU); at first that of block 0. `calls[b][s]` are the other arguments of block b; what is equal between
     samples is one object. `names[s]` says which windows sample s holds. `borrowing`: a block was given what another returned
-    beside its hidden state, and fails if it uses that.
+    beside its hidden state, and fails if it uses that. share: where several ranks have a part of the windows each; then `portions`
+    says which samples each portion of this rank has, and names and samples are its own.
     """
 
     hidden: list[torch.Tensor]
@@ -31,6 +33,8 @@ class BlockInputs:
     names: list[str] = field(default_factory=list)
     borrowing: bool = False
     advanced: dict[int, int] = field(default_factory=dict)  # sample -> the last block that it went through
+    share: Share | None = None
+    portions: Sequence[range] = ()
 
     @property
     def n_samples(self) -> int:
@@ -44,6 +48,12 @@ class BlockInputs:
         """The same with hidden states of its own; arguments are shared."""
         hidden = [torch.empty_like(each, pin_memory=each.is_pinned()).copy_(each) for each in self.hidden]
         return replace(self, hidden=hidden, advanced=dict(self.advanced))
+
+    def part(self, samples: range) -> BlockInputs:
+        """The same of some samples only."""
+        some = slice(samples.start, samples.stop)
+        calls = [calls[some] for calls in self.calls]
+        return replace(self, hidden=self.hidden[some], calls=calls, names=self.names[some], advanced={})
 
     def advance(self, block: nn.Module, index: int) -> None:
         """Replace every input by the block's output, that is, by the input of the next block.

@@ -8,13 +8,16 @@ Formats by grid: int8, int4, int3, int2 `pack-quantized`; fp8 `naive-quantized`;
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from qprecon.grids import Fitted, Grid
+from qprecon.grids import Fitted, Grid, find_grid
 
 
 def scheme(grid: Grid) -> Any:
@@ -51,10 +54,15 @@ def packed(fitted: Fitted, values_NK: torch.Tensor) -> dict[str, torch.Tensor]:
     stored = compressor.compress(state, plan)
     if fitted.grid.scale == "dtype":
         stored["weight_scale"] = stored["weight_scale"].to(dtype)
-    read = compressor.decompress(stored, plan)["weight"]
+    read = unpacked(stored, fitted.grid)
     if not torch.equal(read.to(values_NK.dtype), values_NK.T):
         raise AssertionError(f"compressed-tensors reads other weights than were made ({fitted.grid.name})")
     return {name: tensor.contiguous() for name, tensor in stored.items()}
+
+
+def unpacked(stored: Mapping[str, torch.Tensor], grid: Grid) -> torch.Tensor:
+    """What a reader computes of a layer's tensors, by the ends of their names: (K outputs, N inputs), of the scales' dtype."""
+    return _compressor(grid).decompress(dict(stored), scheme(grid))["weight"].to(getattr(torch, grid.scale_dtype))
 
 
 def packed_tensors(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, Fitted]) -> dict[str, torch.Tensor]:
@@ -67,6 +75,64 @@ def packed_tensors(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, Fit
         parts = packed(_on(scales[name], tensor.device), tensor.T)
         found |= {f"{name.removesuffix('weight')}{part}": own for part, own in parts.items()}
     return found
+
+
+def low_bit_facts(scales: Mapping[str, Fitted]) -> dict[str, Any]:
+    """What is to be known of packed tensors, by the names of the weights, so that `unpacked_tensors` can read them. For JSON."""
+    grids = {fitted.grid for fitted in scales.values()}
+    if not grids:
+        return {}
+    (grid,) = grids
+    settings = {name: getattr(grid, name) for name in ("group_size", "symmetric", "scale_dtype")}
+    return {"grid": grid.name, **settings, "weights": list(scales)}
+
+
+def unpacked_tensors(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of `low_bit_facts` out of the tensors of their file, by name."""
+    settings = {name: facts[name] for name in ("group_size", "symmetric", "scale_dtype")}
+    grid, found = find_grid(facts["grid"], **settings), {}
+    for name in facts["weights"]:
+        parts = {key.removeprefix(name.removesuffix("weight")): tensor for key, tensor in tensors.items() if _is_part(key, name)}
+        found[name] = unpacked(parts, grid)
+    return found
+
+
+def _is_part(name: str, weight: str) -> bool:
+    return name == weight or name.startswith(f"{weight}_")
+
+
+def pack_folder(folder: Path, scales: Mapping[str, Fitted], linears: Iterable[str]) -> None:
+    """Pack the layers that have scales, by their names, in a model folder that was written with dense weights, file by file.
+
+    Raises:
+        ValueError: the files do not hold a layer under its name.
+    """
+    wanted, index = {f"{name}.weight": fitted for name, fitted in scales.items()}, folder / "model.safetensors.index.json"
+    found: set[str] = set()
+    weight_map: dict[str, str] = {}
+    size = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        own = {name: wanted[name] for name in tensors if name in wanted}
+        found |= own.keys()
+        tensors = packed_tensors(tensors, own)
+        save_file(tensors, path, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, path.name)
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if missing := sorted(wanted.keys() - found):
+        raise ValueError(f"{missing[0]} is not in the model's files under that name, so that it cannot be packed")
+    if index.is_file():
+        known = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        index.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    grid = next(iter(scales.values())).grid
+    write_configuration(folder, configuration(grid, scales, linears))
+
+
+def write_configuration(folder: Path, quantization: Mapping[str, Any]) -> None:
+    """Add `quantization_config` to the config.json of a folder."""
+    path = folder / "config.json"
+    written = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": dict(quantization)}
+    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def _on(fitted: Fitted, device: torch.device) -> Fitted:

@@ -34,13 +34,11 @@ class Stored:
     objective_K: np.ndarray | None = None
     gap_K: np.ndarray | None = None
 
-    def gap(self, columns: slice) -> float | None:
-        """The bound for some columns together, relative to what the best real-valued weights cost at least."""
+    def costs(self, columns: slice) -> tuple[float, float] | None:
+        """What some columns cost together, and the bound on how much less the best real-valued weights might."""
         if self.objective_K is None or self.gap_K is None:
             return None
-        gap = float(self.gap_K[columns].sum())
-        least = float(self.objective_K[columns].sum()) - gap
-        return 0.0 if gap == 0 else gap / least if least > 0 else float("inf")
+        return float(self.objective_K[columns].sum()), float(self.gap_K[columns].sum())
 
     def scales(self, columns: slice) -> Fitted | None:
         """The grid and the scales of some columns."""
@@ -48,6 +46,24 @@ class Stored:
             return None
         zero_GK = None if self.fitted.zero_GK is None else self.fitted.zero_GK[:, columns].clone()
         return replace(self.fitted, scale_GK=self.fitted.scale_GK[:, columns].clone(), zero_GK=zero_GK)
+
+
+def relative_gap(cost: float, gap: float) -> float:
+    """The bound relative to what the best real-valued weights cost at least."""
+    least = cost - gap
+    return 0.0 if gap == 0 else gap / least if least > 0 else float("inf")
+
+
+def at_host(fitted: Fitted) -> Fitted:
+    """The same with its tensors in the host's memory."""
+    return replace(fitted, scale_GK=fitted.scale_GK.cpu(), zero_GK=None if fitted.zero_GK is None else fitted.zero_GK.cpu())
+
+
+def joined_scales(parts: Sequence[Fitted]) -> Fitted:
+    """Of columns that follow one another, with one `whole` scale."""
+    zeros = [part.zero_GK for part in parts if part.zero_GK is not None]
+    scale_GK = torch.cat([part.scale_GK for part in parts], dim=1)
+    return replace(parts[0], scale_GK=scale_GK, zero_GK=torch.cat(zeros, dim=1) if zeros else None)
 
 
 def on_their_grid(

@@ -1,8 +1,10 @@
 """Mask selectors: which weights of a linear layer to keep.
 
 One file a selector, each with a frozen dataclass `Options` and `select(layer, pattern, options) -> Selection`. A selector changes
-none of its inputs and computes in float32 on the device of its inputs. `proxsparse` learns the masks of a whole model at once,
-through `learn` of its record. Third parties register a record through the entry-point group `qprecon.masks`.
+none of its inputs and computes in float32 on the device of its inputs. Where the mask of an output depends on that output's weights
+and H alone, the module says so with `by_output(pattern, options) -> bool`: several ranks then choose for some outputs of a layer
+each. `proxsparse` learns the masks of a whole model at once, through `learn` of its record. Third parties register a record through
+the entry-point group `qprecon.masks`.
 
 Weights are (N inputs, K outputs), the transpose of `torch.nn.Linear.weight`; a mask has that shape, True = kept.
 """
@@ -82,6 +84,11 @@ class Selector:
         if self.model_level:
             raise ValueError(f"mask {self.name!r} is learned on the whole model: use learn, not select")
         return self._loaded().select(layer, pattern, self.options(options))
+
+    def by_output(self, pattern: Pattern, **options: Any) -> bool:
+        """Whether each output's mask depends on its own weights and H alone; a selector that does not say compares outputs."""
+        says = getattr(self._loaded(), "by_output", None)
+        return says is not None and not self.model_level and bool(says(pattern, self.options(options)))
 
     def learn(
         self, model: torch.nn.Module, batches: Iterable[torch.Tensor], *,

@@ -22,6 +22,11 @@ class Options:
         check_group(self.group)
 
 
+def by_output(pattern: Pattern, options: Options) -> bool:
+    """Whether outputs are not compared with one another."""
+    return pattern.is_nm or options.group == "output"
+
+
 def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask only. Doesn't look at the Hessian. ValueError: NaN weights, an N:M that doesn't divide the inputs."""
     pattern.check(layer.weights_NK.shape[0], layer.name)

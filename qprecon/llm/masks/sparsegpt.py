@@ -40,6 +40,11 @@ class Options:
         check_damping(self.damping)
 
 
+def by_output(pattern: Pattern, options: Options) -> bool:
+    """Whether outputs are not compared with one another."""
+    return pattern.is_nm
+
+
 def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask and SparseGPT's own weights, float32 (N, K).
 

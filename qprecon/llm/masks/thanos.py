@@ -48,6 +48,11 @@ class Options:
             raise ValueError(f"outlier_rows must lie in [0, 1], got {self.outlier_rows!r}")
 
 
+def by_output(pattern: Pattern, options: Options) -> bool:
+    """Whether outputs are not compared with one another."""
+    return pattern.is_nm and not options.outlier_rows
+
+
 def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask and Thanos's own weights, float32 (N, K). ValueError as for `sparsegpt`, and for outlier rows without an N:M pattern."""
     if options.outlier_rows and not pattern.is_nm:

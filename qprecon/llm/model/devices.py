@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from qprecon.llm.model.loading import choose_device
+from qprecon.llm.ranks.group import own_device
 
 
 def computing_on(device: torch.device) -> AbstractContextManager:
@@ -22,11 +23,14 @@ def computing_on(device: torch.device) -> AbstractContextManager:
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with its keyword `device` made definite by `choose_device`, and current while it runs."""
+    """`function` with its keyword `device` made definite by `choose_device`, and current while it runs.
+
+    Each of several ranks has a GPU of its own unless a number is given.
+    """
 
     @functools.wraps(function)
     def run(*arguments: Any, device: str | torch.device | None = None, **keywords: Any) -> Any:
-        chosen = choose_device(device)
+        chosen = choose_device(own_device(device))
         with computing_on(chosen):
             return function(*arguments, device=chosen, **keywords)
 

@@ -63,20 +63,25 @@ class LinearView:
         """Whether a calibration set may never reach it: true of experts only."""
         return self.expert is not None or any("expert" in part for part in self.name.split("."))
 
-    def weights_NK(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A contiguous copy of the weights, (N, K), of `dtype`, on the device where they are."""
-        stored = self._oriented()
+    def weights_NK(self, dtype: torch.dtype = torch.float32, columns: slice = slice(None)) -> torch.Tensor:
+        """A contiguous copy of the weights, (N, K), or of some columns, of `dtype`, on the device where they are."""
+        stored = self._oriented()[:, columns]
         return torch.empty(stored.shape, dtype=dtype, device=stored.device).copy_(stored)
 
-    def write(self, weights_NK: torch.Tensor) -> None:
-        """Store `weights_NK` (N, K), rounded to the stored dtype, in place. ValueError if the shape is another."""
-        if tuple(weights_NK.shape) != (self.n_inputs, self.n_outputs):
+    def write(self, weights_NK: torch.Tensor, columns: slice = slice(None)) -> None:
+        """Store `weights_NK` (N, K), or some columns, rounded to the stored dtype, in place. ValueError if the shape is another."""
+        place = self._oriented()[:, columns]
+        if weights_NK.shape != place.shape:
             raise ValueError(
-                f"{self.name}: weights of shape {tuple(weights_NK.shape)} for a layer of {self.n_inputs} inputs and "
-                f"{self.n_outputs} outputs"
+                f"{self.name}: weights of shape {tuple(weights_NK.shape)} for a layer of {place.shape[0]} inputs and "
+                f"{place.shape[1]} outputs"
             )
         with torch.no_grad():
-            self._oriented().copy_(weights_NK)
+            place.copy_(weights_NK)
+
+    def stored(self, columns: slice) -> torch.Tensor:
+        """The weights of some outputs as they are stored; a view, (K, N) or (N, K)."""
+        return self._stored()[:, columns] if self.inputs_first else self._stored()[columns]
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What of a tensor of the parameter's shape belongs to this layer; a view, as stored."""

@@ -24,10 +24,11 @@ from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.masks import LayerData, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.plan import LayerPlan, Plan
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.settings.recipe import Recipe
-from qprecon.llm.statistics.collect import collect_grams
-from qprecon.llm.statistics.gradients import LossGradients
+from qprecon.llm.statistics.loss_weights import LossGradients
+from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
 from qprecon.options import is_number
@@ -101,21 +102,22 @@ def allocation_asked(recipe: Recipe) -> Owl | ByLoss | None:
 
 
 def owl_plan(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, samples: Sequence[torch.Tensor], owl: Owl, store: Any, log: RunLog
-) -> Plan:
+    source: MemoryBlocks | DiskBlocks, plan: Plan, samples: Sequence[torch.Tensor], owl: Owl, store: Any, log: RunLog,
+    ranks: Ranks = Ranks(),
+) -> Plan:  # fmt: skip
     """`plan` with OWL's sparsity of each block: one pass through the dense model. ValueError where a block would keep nothing."""
     shares: dict[int, float] = {}
     log.step("reading inputs", 0)
     with evaluation_mode(source.model):
         with log.phase("capture"):
-            inputs = source.capture(samples, store)
+            share = ranks.share([sample.numel() for sample in samples])
+            statistics = Statistics(source.capture(samples, store, share=share), on_dense=True, ranks=ranks)
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             views = [layer.view for layer in plan.layers[index]]
             log.step(f"outliers of {block.name}", 0)
             with source.opened(index, dense=True) as module, log.phase("allocate"):
-                collect = partial(collect_grams, module, views, inputs, index, keep_outputs=True)
-                grams = with_room(inputs, log.note, block.name, collect)
-                inputs.hidden = grams.outputs
+                grams = statistics.collect(module, index, views, partial(with_room, statistics, log.note, block.name))
+                statistics.advance(module, index)
                 if views:
                     layers = [LayerData(v.name, v.weights_NK(), grams.hessian(v), grams.tokens(v)) for v in views]
                     shares[index] = outlier_share(layers, owl.threshold)

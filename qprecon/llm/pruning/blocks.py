@@ -15,15 +15,18 @@ from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
-from qprecon.llm.pruning.measure import finished_rows, kept_masks, kept_scales
+from qprecon.llm.pruning.dealt import prune_groups
+from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks, kept_scales
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Plan
 from qprecon.llm.pruning.refine import WINDOWS, Refinement
-from qprecon.llm.pruning.update import grouped, prune_group
+from qprecon.llm.pruning.update import grouped
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow
-from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
+from qprecon.llm.statistics.gradients import loss_gradients
+from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
@@ -33,9 +36,12 @@ _GRADIENTS = "gradients"  # the name that they are kept under, for a run that co
 
 def prune_blocks(
     source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, rule: Owl | ByLoss | None,
-    samples: list[torch.Tensor], store: Any, log: RunLog,
+    samples: list[torch.Tensor], store: Any, log: RunLog, ranks: Ranks = Ranks(),
 ) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
-    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed."""
+    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed.
+
+    Every rank goes through it with its own windows; sums, columns and decisions are shared in what it calls.
+    """
     rows = list(source.rows)
     finished = sum(map(bool, plan.layers[: source.finished]))
     errors = [row.error_stored for row in rows]
@@ -47,31 +53,33 @@ def prune_blocks(
             with log.phase("learn masks"):
                 method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))
         with log.phase("capture"):
-            statistics = _statistics(source, method, samples, store)
+            statistics = _statistics(source, method, samples, store, ranks)
             refinement = Refinement(method, statistics) if method.refine != "none" else None
         if method.token_weights or method.output_weights or isinstance(rule, ByLoss):
             with log.phase("gradients"):
                 log.step("gradients", 0)
-                statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log)
+                statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log, ranks)
             plan = loss_plan(plan, gradients, rule) if isinstance(rule, ByLoss) else plan
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
                 if index >= source.finished:
-                    drafts = []
+                    pruned: list[LayerPlan] = []
+                    drafts: list[Draft] = []
                     for layers in _in_order(statistics, module, index, plan.layers[index]):
                         with log.phase("gram"):
                             log.step(block.name, 0)
-                            collect = partial(statistics.collect, module, index, [layer.view for layer in layers])
-                            grams = with_room(statistics, log.note, block.name, collect)
-                        for group in grouped(layers, grams):
-                            drafts += prune_group(group, grams, method)
+                            room = partial(with_room, statistics, log.note, block.name)
+                            grams = statistics.collect(module, index, [layer.view for layer in layers], room)
+                        for group, own in prune_groups(grouped(layers, grams), grams, method, ranks):
+                            pruned += group
+                            drafts += own
                             log.step(block.name, len(group), layer=group[-1].view.name)
                         if refinement is not None:
                             with log.phase("refine"):
                                 refinement.after(module, index, [layer.view for layer in layers])
-                    rows += (new := finished_rows(drafts))
-                    log.add_rows(new)
-                    source.finish(index, new, kept_masks(drafts), kept_scales(drafts))
+                    rows += (new := finished_rows(pruned, drafts, ranks))
+                    log.add_parts(draft.seconds for draft in drafts)
+                    source.finish(index, new, kept_masks(drafts, ranks), kept_scales(drafts, ranks))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if index < plan.last:
@@ -83,13 +91,16 @@ def prune_blocks(
     return rows, statistics.store
 
 
-def _statistics(source: MemoryBlocks | DiskBlocks, method: Method, samples: list[torch.Tensor], store: Any) -> Statistics:
+def _statistics(
+    source: MemoryBlocks | DiskBlocks, method: Method, samples: list[torch.Tensor], store: Any, ranks: Ranks
+) -> Statistics:
     refined = method.refine != "none"
     beside = bool(method.drift or method.residual or refined)
-    inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None)
+    share = ranks.share([sample.numel() for sample in samples])
+    inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None, share=share)
     on_dense = method.propagate == "dense"
     powers = method.token_weights, method.output_weights
-    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, *powers)
+    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, *powers, ranks=ranks)
 
 
 def _in_order(
@@ -102,14 +113,17 @@ def _in_order(
 
 
 def _gradients(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor], log: RunLog
+    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor], log: RunLog, ranks: Ranks
 ) -> LossGradients:
     """Of the dense model; those of an interrupted run are read again, as a GPU gives others in the last digits each time."""
-    if (known := source.recall(_GRADIENTS)) is not None:
-        return LossGradients.of(known, inputs)
+    known = source.recall(_GRADIENTS)
+    if all(ranks.gathered(known is not None)):
+        return LossGradients.of(known, inputs, ranks)
     layers = [[layer.view for layer in layers] for layers in plan.layers]
-    found = with_room(inputs, log.note, "token weights", partial(loss_gradients, source, layers, inputs, samples))
-    source.keep(_GRADIENTS, found.tensors())
+    windows = samples if inputs.share is None else [samples[number] for number in inputs.share.numbers]
+    work = partial(loss_gradients, source, layers, inputs, windows, ranks)
+    found = with_room(inputs, log.note, "token weights", work) if ranks.size == 1 else work()  # ranks meet in it
+    source.keep(_GRADIENTS, found.tensors(inputs.device))
     return found
 
 

@@ -16,6 +16,7 @@ from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.pruning.refine import RefineOptions
+from qprecon.llm.ranks.group import Ranks
 from qprecon.options import is_number
 
 
@@ -49,6 +50,16 @@ def _check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:
     known = selector.patterns
     if known is not None and (bad := [pattern for pattern in asked if str(pattern) not in known]):
         raise ValueError(f"mask {selector.name!r} makes {', '.join(known)} only, not {bad[0]}; give pattern={known[0]!r}")
+
+
+def check_ranks(method: Method, ranks: Ranks) -> None:
+    """ValueError for what one process alone can do."""
+    if ranks.size == 1:
+        return
+    if method.refine != "none":
+        raise ValueError(f"refine={method.refine!r} trains on one window after the other, which takes one process; leave it out")
+    if get_selector(method.mask).model_level:
+        raise ValueError(f"mask {method.mask!r} is learned on the whole model, which takes one process")
 
 
 _TURN = (

@@ -13,7 +13,9 @@ import torch
 
 from qprecon.halves import has_fast_halves
 from qprecon.linalg import bfloat16_parts
+from qprecon.llm.lowbit.rounding import at_host, joined_scales, relative_gap
 from qprecon.llm.masks.packed import pack
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.report import LayerRow
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from qprecon.llm.lowbit.rounding import Stored
     from qprecon.llm.pruning.method import Method
     from qprecon.llm.pruning.plan import LayerPlan
+    from qprecon.llm.pruning.update import Part
 
 _PANEL = 8192  # columns whose products exist at a time
 
@@ -50,12 +53,13 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Draft:
-    """A row whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite; float64 (7,).
+    """A row, or a part of one, whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite;
+    float64 (7,), sums over columns.
 
     mask: the bits of the mask that was used (`masks.packed`), scales: of low-bit weights, each if the method keeps them.
     """
 
-    layer: LayerPlan
+    part: Part
     facts: dict[str, Any]
     figures: torch.Tensor
     mask: torch.Tensor | None = None
@@ -64,14 +68,18 @@ class Draft:
 
     @property
     def width(self) -> int:
-        return self.layer.view.n_outputs
+        return self.part.width
+
+    @property
+    def name(self) -> str:
+        return self.part.view.name
 
     def timed(self, seconds: Seconds) -> Draft:
         return replace(self, seconds=seconds)
 
 
 def draft_rows(
-    layers: Sequence[LayerPlan],
+    parts: Sequence[Part],
     prepared: qprecon.PreparedHessian,
     tokens: int,
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
@@ -80,47 +88,90 @@ def draft_rows(
     stored: Stored,
     note: str = "",
 ) -> list[Draft]:
-    """A draft for each layer of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
+    """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
     dense_NK, mask_NK, new_NK, stored_NK = matrices
     energy = Energy(prepared.hessian.hessian_NN)
-    narrow = all(layer.view.parameter.dtype == torch.bfloat16 for layer in layers)
+    narrow = all(part.view.parameter.dtype == torch.bfloat16 for part in parts)
     figures = [energy(dense_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
-    for layer in layers:
-        columns = slice(first, first := first + layer.view.n_outputs)
-        facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol), "stored_gap": stored.gap(columns)}
+    for part in parts:
+        columns = slice(first, first := first + part.width)
+        facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol)}
+        facts["stored_costs"] = stored.costs(columns)
         if stored.fitted is not None:
-            facts["bits"] = stored.fitted.grid.bits_per_weight(layer.view.n_inputs)
+            facts["bits"] = stored.fitted.grid.bits_per_weight(part.view.n_inputs)
         if method.mask == "given":
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
         bits = pack(mask_NK[:, columns]) if method.keep_masks else None
         scales = stored.scales(columns) if method.keep_scales else None
-        drafts.append(Draft(layer, facts, figures_7K[:, columns].sum(1), bits, scales))
+        drafts.append(Draft(part, facts, figures_7K[:, columns].sum(1), bits, scales))
     return drafts
 
 
-def kept_masks(drafts: Sequence[Draft]) -> dict[str, torch.Tensor]:
-    """The packed masks of a block, layer -> bits; none unless the method keeps them."""
-    return {draft.layer.view.name: draft.mask for draft in drafts if draft.mask is not None}
+def kept_masks(drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> dict[str, torch.Tensor]:
+    """The packed masks of a block, layer -> bits, on every rank; none unless the method keeps them."""
+    if ranks.alone:
+        return {draft.name: draft.mask for draft in drafts if draft.mask is not None}
+    own = [(draft.name, draft.part.columns.start, draft.mask.cpu().numpy()) for draft in drafts if draft.mask is not None]
+    bits: dict[str, list[torch.Tensor]] = {}
+    for name, _, part in sorted((each for told in ranks.gathered(own) for each in told), key=lambda each: each[:2]):
+        bits.setdefault(name, []).append(torch.from_numpy(part))
+    return {name: torch.cat(parts) for name, parts in bits.items()}  # parts begin at whole bytes
 
 
-def kept_scales(drafts: Sequence[Draft]) -> dict[str, Fitted]:
-    """The grids and scales of a block's layers; none unless the method keeps them."""
-    return {draft.layer.view.name: draft.scales for draft in drafts if draft.scales is not None}
+def kept_scales(drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> dict[str, Fitted]:
+    """The grids and scales of a block's layers, on every rank; none unless the method keeps them."""
+    if ranks.alone:
+        return {draft.name: draft.scales for draft in drafts if draft.scales is not None}
+    own = [(draft.name, draft.part.columns.start, at_host(draft.scales)) for draft in drafts if draft.scales is not None]
+    parts: dict[str, list[Fitted]] = {}
+    for name, _, part in sorted((each for told in ranks.gathered(own) for each in told), key=lambda each: each[:2]):
+        parts.setdefault(name, []).append(part)
+    return {name: joined_scales(each) for name, each in parts.items()}
 
 
-def finished_rows(drafts: Sequence[Draft]) -> list[LayerRow]:
-    """The rows of a block: one transfer. ValueError, naming the layer, where a new weight did not fit into its dtype."""
-    if not drafts:
-        return []
-    return [_row(draft, figures) for draft, figures in zip(drafts, torch.stack([d.figures for d in drafts]).tolist(), strict=True)]
+def finished_rows(layers: Sequence[LayerPlan], drafts: Sequence[Draft], ranks: Ranks = Ranks()) -> list[LayerRow]:
+    """The rows of a block's layers: one transfer. With several ranks, which have drafts of some columns each: the same on all.
+
+    ValueError, naming the layer, where a new weight did not fit into its dtype.
+    """
+    figures = torch.stack([draft.figures for draft in drafts]).tolist() if drafts else []
+    own = [_Counted(d.name, d.facts, row, d.seconds) for d, row in zip(drafts, figures, strict=True)]
+    counted: dict[str, _Counted] = {}
+    for each in (each for told in ranks.gathered(own) for each in told):
+        counted[each.name] = counted[each.name].plus(each) if each.name in counted else each
+    return [_row(layer, counted[layer.view.name]) for layer in layers]
 
 
-def _row(draft: Draft, figures: list[float]) -> LayerRow:
-    dense, masked, updated, stored, zeros, kept, finite = figures
-    view, pattern, seconds = draft.layer.view, draft.layer.pattern, draft.seconds
+@dataclass(frozen=True)
+class _Counted:
+    """What is known of some columns of a layer; `figures` as a draft's."""
+
+    name: str
+    facts: dict[str, Any]
+    figures: list[float]
+    seconds: Seconds
+
+    def plus(self, other: _Counted) -> _Counted:
+        """Of these columns and some others."""
+        facts, more = dict(self.facts), other.facts
+        for name, joined in (("relative_gap", max), ("iterations", max), ("uncertified", sum), ("fallbacks", sum)):
+            if name in facts:
+                facts[name] = joined((facts[name], more[name]))
+        if facts["stored_costs"] is not None:
+            facts["stored_costs"] = tuple(a + b for a, b in zip(facts["stored_costs"], more["stored_costs"], strict=True))
+        if "backend" in facts and more["backend"] not in facts["backend"].split(", "):
+            facts["backend"] += f", {more['backend']}"
+        figures = [mine + its for mine, its in zip(self.figures, other.figures, strict=True)]
+        seconds = [getattr(self.seconds, each.name) + getattr(other.seconds, each.name) for each in fields(Seconds)]
+        return _Counted(self.name, facts, figures, Seconds(*seconds))
+
+
+def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
+    dense, masked, updated, stored, zeros, kept, finite = counted.figures
+    view, pattern, seconds = layer.view, layer.pattern, counted.seconds
     if finite < view.n_outputs:
         raise ValueError(
             f"{view.name}: a new weight does not fit into {view.parameter.dtype}; load the model in bfloat16 or float32"
@@ -129,13 +180,15 @@ def _row(draft: Draft, figures: list[float]) -> LayerRow:
     masked, updated, stored = (max(value, 0.0) / dense if dense > 0 else 0.0 for value in (masked, updated, stored))
     row = LayerRow(
         name=view.name, n_inputs=view.n_inputs, n_outputs=view.n_outputs, pattern=str(pattern),
-        requested_sparsity=1 - kept / size if "pattern" in draft.facts else pattern.sparsity,
+        requested_sparsity=1 - kept / size if "pattern" in counted.facts else pattern.sparsity,
         reached_sparsity=zeros / size, zeros=int(zeros), tokens=0, error_masked=masked, error_updated=updated,
         error_stored=stored, rounding_excess=stored / updated - 1 if updated > 0 else stored,
         mask_seconds=seconds.mask, update_seconds=seconds.update, seconds=seconds.mask + seconds.update + seconds.measure,
         solve_seconds=seconds.solve, audit_seconds=seconds.audit,
     )  # fmt: skip
-    return replace(row, **draft.facts)
+    facts = dict(counted.facts)
+    costs = facts.pop("stored_costs")
+    return replace(row, **facts, stored_gap=costs and relative_gap(*costs))
 
 
 def _energies(

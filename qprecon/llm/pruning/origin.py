@@ -22,11 +22,13 @@ from qprecon.llm.model.loading import load_tokenizer, load_whole, local_copy, mo
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
 from qprecon.llm.storage.beside import restore
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
 from qprecon.llm.storage.companions import Companions, find_companions
+from qprecon.llm.storage.followed import FollowedBlocks, FollowedJournal, finished_entries
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import EXPLAINED, check_apart, claim_output, partial_folder
@@ -128,15 +130,19 @@ def companions_of(name: str, tokenizer: Any, files: WeightFiles | None = None) -
 
 def open_source(
     found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
-    resume: bool, log: RunLog,
+    resume: bool, log: RunLog, ranks: Ranks = Ranks(),
 ) -> MemoryBlocks | DiskBlocks:  # fmt: skip
     """The model's blocks, ready to be pruned. From a folder: with what an unfinished run beside `out` has, if it is the same run.
 
     The fingerprint of a run is all that its weights depend on; ValueError, naming the differences, where the unfinished one has
-    another and `resume` is asked for.
+    another and `resume` is asked for. Of several ranks the first one has the journal, under the lock, and the others follow it.
     """
     if found.shards is None:
-        return MemoryBlocks(found.model, plan.blocks, device, log, claim_output(out) if out is not None else None)
+        journal = claim_output(out) if out is not None and ranks.first else None
+        return MemoryBlocks(found.model, plan.blocks, device, log, journal)
+    if not ranks.first:
+        folder, entries = ranks.gathered(None)[0]
+        return FollowedBlocks(found.model, found.shards, plan.blocks, device, FollowedJournal(folder, entries), log)
     # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
     of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
     fingerprint = {
@@ -150,9 +156,15 @@ def open_source(
         "device": device.type,  # which one of a kind makes no difference
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
     }
-    journal = Journal.begin(partial_folder(out), fingerprint, resume)
-    restore(out)
-    source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
+    with ranks.busy():  # what an earlier run has finished is read
+        journal = Journal.begin(partial_folder(out), fingerprint, resume)
+        restore(out)
+        source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
+    try:
+        ranks.gathered((journal.folder, finished_entries(source)))
+    except BaseException:
+        source.stop()
+        raise
     for file in journal.damaged:
         log.note(f"{file} of the earlier run is damaged and is made again")
     if source.compared:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,35 @@ if TYPE_CHECKING:
     from qprecon.llm.pruning.plan import LayerPlan
 
 
+@dataclass(frozen=True)
+class Part:
+    """A layer, or some of its columns."""
+
+    layer: LayerPlan
+    columns: slice
+
+    @staticmethod
+    def whole(layer: LayerPlan) -> Part:
+        return Part(layer, slice(0, layer.view.n_outputs))
+
+    @property
+    def view(self) -> LinearView:
+        return self.layer.view
+
+    @property
+    def width(self) -> int:
+        return self.columns.stop - self.columns.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.width == self.view.n_outputs
+
+    @property
+    def taken(self) -> slice:
+        """The columns, as a slice that says whether they are all."""
+        return slice(None) if self.is_whole else self.columns
+
+
 def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPlan]]:
     """`layers` in groups that are pruned together: those that share H. An expert without a token is a group of its own."""
     groups: dict[Any, list[LayerPlan]] = {}
@@ -38,50 +67,70 @@ def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPl
 
 def prune_group(layers: Sequence[LayerPlan], grams: BlockGrams, method: Method) -> list[Draft]:
     """Prune the layers of one group in place (the paper's Algorithm 1, inner loop); their rows, still to be fetched."""
-    clock = [time.perf_counter()]
-    views = [layer.view for layer in layers]
-    prepared, tokens = qprecon.prepare(grams.hessian(views[0]), damping=method.damping), grams.tokens(views[0])
-    asked = asked_weights(views, grams, method.drift, method.residual, method.damping)
-    grams.forget_targets(views[0])
-    dense_NK, selection, note = choose_masks(layers, asked, prepared, tokens, method, grams.output_scales)
+    return prune_parts([Part.whole(layer) for layer in layers], grams, method)
+
+
+def prune_parts(
+    parts: Sequence[Part], grams: BlockGrams, method: Method, prepared: qprecon.PreparedHessian | None = None
+) -> list[Draft]:
+    """Prune layers that share H, or some of their columns, in place. `prepared`: their H, where other parts need it too."""
+    clock, last = [time.perf_counter()], prepared is None
+    views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
+    prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping)
+    taken = [part.taken for part in parts]
+    asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
+    if last:
+        grams.forget_targets(views[0])
+    dense_NK, selection, note = choose_masks(parts, asked, prepared, tokens, method, grams.output_scales)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
     stored = on_their_grid(views, prepared, dense_NK, selection.mask_NK, new_NK, solution, method)
-    prepared.release()
-    for view, columns in parts(views):
-        view.write(stored.weights_NK[:, columns])
+    if last:
+        prepared.release()
+    for part, columns in placed(parts):
+        part.view.write(stored.weights_NK[:, columns], part.taken)
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
     exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
-    stored_NK = stored.weights_NK if exact else _beside([view.weights_NK() for view in views])
+    stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
     matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
-    drafts = draft_rows(layers, prepared, tokens, matrices, solution, method, stored, note)
+    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, note)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]
 
 
 def choose_masks(
-    layers: Sequence[LayerPlan], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method,
+    parts: Sequence[Part], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method,
     scales: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, Selection, str]:  # fmt: skip
-    """The given weights and the selection of all layers side by side, and a note where another rule had to be taken.
+    """The given weights and the selection of all parts side by side, and a note where another rule had to be taken.
 
     scales: by what outputs are multiplied for the choice, (K,) by name of the layer; optimal weights do not depend on it.
     """
     chosen = []
-    for layer, part in zip(layers, weights, strict=True):
-        scale_K = scales.get(layer.view.name)
-        scaled = part if scale_K is None else part * scale_K
-        data = LayerData(layer.view.name, scaled, prepared.hessian.hessian_NN, tokens, prepared)
-        selection, note = choose_mask(data, layer.pattern, method)
+    for part, weights_NK in zip(parts, weights, strict=True):
+        known = not part.is_whole and is_known(method)
+        scale_K = scales.get(part.view.name)
+        scale_K = scale_K if scale_K is None else scale_K[part.columns]
+        scaled = weights_NK if scale_K is None else weights_NK * scale_K
+        data_NK = part.view.weights_NK() if known else scaled
+        data = LayerData(part.view.name, data_NK, prepared.hessian.hessian_NN, tokens, prepared)
+        selection, note = choose_mask(data, part.layer.pattern, method)
+        if known:
+            selection = Selection(selection.mask_NK[:, part.columns])
         if scale_K is not None and selection.weights_NK is not None:
             selection = replace(selection, weights_NK=selection.weights_NK / scale_K)
         chosen.append((selection, note))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
     return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]
+
+
+def is_known(method: Method) -> bool:
+    """Whether masks of whole layers are at hand: given, or learned before."""
+    return method.mask == "given" or method.learned_masks is not None
 
 
 def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Selection, str]:
@@ -128,12 +177,12 @@ def _clipped(weights_NK: torch.Tensor, method: Method) -> torch.Tensor:
     return weights_NK if bounds == (None, None) else weights_NK.clamp(*bounds)
 
 
-def parts(views: Sequence[LinearView]) -> Iterator[tuple[LinearView, slice]]:
-    """Each view with its columns in the matrices of the group."""
+def placed(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:
+    """Each part with its columns in the matrices of the group."""
     first = 0
-    for view in views:
-        yield view, slice(first, first + view.n_outputs)
-        first += view.n_outputs
+    for part in parts:
+        yield part, slice(first, first + part.width)
+        first += part.width
 
 
 def _beside(matrices: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -115,7 +115,7 @@ def recover(
             log.note(left_out)
         report = _report(task, done, recorded, pruned_with(model), log)
         if out is not None:
-            with log.phase("save"), log.library_bars():
+            with log.phase("save"), log.library_bars(), journal.keeping():
                 packed = selected.masks() if save_masks else None
                 save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=report.model_card())
                 tidy(out)

@@ -12,7 +12,7 @@ from typing import Any
 from qprecon.files import near
 from qprecon.llm.reporting.reading import read_json, validated
 from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME
-from qprecon.llm.storage.output import card_front
+from qprecon.llm.storage.card import card_front
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,11 +56,16 @@ def save_state(journal: Journal, course: Course, optimizer: Optimizer, fit: Fit)
         "values": [value.cpu() for value in optimizer.values()],
         "optimizer": optimizer.state_dict(),
     }
-    journal.write_file(journal.folder / file, lambda path: torch.save(content, path))
+    journal.write_file(journal.folder / file, lambda path: _save(content, path))
     facts = {"file": file, "checksum": checksum(journal.folder / file), "step": course.step, "fit": asdict(fit)}
     journal.write(f"{STATE}.json", facts)
     if before is not None and before["file"] != file:
         (journal.folder / before["file"]).unlink(missing_ok=True)
+
+
+def _save(content: Any, path: Path) -> None:
+    with open(path, "wb") as file:  # by name torch would write it without a word of why it failed
+        torch.save(content, file)
 
 
 def saved_fit(journal: Journal | None) -> Fit | None:

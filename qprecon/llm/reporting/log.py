@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from qprecon.llm.reporting.progress import Step, library_bars, progress_bar, progress_mode, say
-from qprecon.llm.reporting.report import LayerRow
 
 
 def _no_step(stage: str, advance: int, **news: Any) -> None:
@@ -43,14 +42,14 @@ class RunLog:
     def add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def add_rows(self, rows: Sequence[LayerRow]) -> None:
-        """The phases within the layers of a block."""
-        for row in rows:
-            self.add("mask", row.mask_seconds)
-            self.add("solve", row.solve_seconds)
-            self.add("audit", row.audit_seconds)
-            self.add("update", row.update_seconds - row.solve_seconds - row.audit_seconds)
-            self.add("measure", row.seconds - row.mask_seconds - row.update_seconds)
+    def add_parts(self, seconds: Iterable[Any]) -> None:
+        """The phases within the layers of a block, each as `qprecon.llm.pruning.measure.Seconds`."""
+        for each in seconds:
+            self.add("mask", each.mask)
+            self.add("solve", each.solve)
+            self.add("audit", each.audit)
+            self.add("update", each.update - each.solve - each.audit)
+            self.add("measure", each.measure)
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import qprecon
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow, PruneReport
 
@@ -30,6 +31,18 @@ def outcome(
         warnings=(*log.notes, *_remarks(rows, given=settings["mask"] == "given")),
         **facts,
     )
+
+
+def among_ranks(ranks: Ranks, device: torch.device, windows: int, log: RunLog) -> dict[str, Any]:
+    """The report's fields about the ranks of a run; what the others noted goes to the first one's notes. All must call it."""
+    if ranks.size == 1:
+        return {}
+    share = ranks.share([0] * windows)
+    own = 0 if share is None or share.spare else len(share.numbers)
+    told = ranks.gathered(({**ranks.facts(device), "windows": own, "phase_seconds": dict(log.seconds)}, log.notes))
+    for rank, (_, notes) in enumerate(told):
+        log.notes += [f"rank {rank}: {note}" for note in notes if rank and note not in told[0][1]]
+    return {"world_size": ranks.size, "ranks": tuple(facts for facts, _ in told)}
 
 
 def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:

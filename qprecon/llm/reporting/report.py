@@ -71,7 +71,9 @@ class PruneReport:
 
     `sparsity` is the share of zeros among the weights of pruned layers, `model_sparsity` among all parameters of the
     model. `excluded` lists what of the blocks was left dense, with reasons; `left_dense` what of the whole model was, and its share
-    of all parameters. `left_out`: files of the model's folder that the output lacks. `phase_seconds` is wall-clock time.
+    of all parameters. `left_out`: files of the model's folder that the output lacks. `phase_seconds` is wall-clock time. Where
+    there are several ranks it is the first one's; `ranks` has each one's host, card, windows, seconds and bytes sent, and
+    the seconds of a layer's row are the sum over the ranks that had columns of it.
     """
 
     layers: tuple[LayerRow, ...]
@@ -85,6 +87,8 @@ class PruneReport:
     warnings: tuple[str, ...] = field(default=())
     left_dense: tuple[tuple[str, float], ...] = ()
     left_out: tuple[str, ...] = ()
+    world_size: int = 1
+    ranks: tuple[dict[str, Any], ...] = ()
 
     @property
     def seed(self) -> int:

@@ -148,6 +148,12 @@ class Recipe:
     nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
     seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
     seed: int = option(0, "of the choice of windows", CALIBRATION)
+    fixed_order: bool = option(
+        False,
+        "sum windows and solve columns in portions that depend on shapes alone, so that any number of ranks (see docs/scaling.md) "
+        "gives the same bits; slower",
+        CALIBRATION,
+    )  # fmt: skip
     propagate: str = option(
         "pruned", "what later blocks are calibrated on: the outputs of the pruned or of the dense blocks before them", CALIBRATION,
         choices=PROPAGATE,
@@ -292,6 +298,10 @@ class Run:
         "bar", "on stderr: a bar, lines of JSON, or nothing (in Python True and False too)", RUN, choices=PROGRESS
     )
     resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
+    rank_timeout: float = option(
+        60.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
+        metavar="SECONDS",
+    )  # fmt: skip
     save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
 
     def __post_init__(self) -> None:

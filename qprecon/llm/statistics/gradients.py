@@ -21,12 +21,13 @@ from qprecon.llm.calibration.replay import call_block, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.linears import LinearView
+from qprecon.llm.ranks.group import Ranks
+from qprecon.llm.statistics.loss_weights import LossGradients
+from qprecon.llm.statistics.over_ranks import all_portions
 
 TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, their weights are on the device together
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
-_KINDS = ("squares", "energies", "costs", "outputs")
 COST_BINS, _LOWEST, _WIDTH = 4096, -160.0, 1 / 16  # of log2(w²·energy)
-_LEAST_WEIGHT = 1e-6  # of an output, against the mean
 _FLOAT16_SCALE = 1024.0  # of the loss: many gradients are below float16's smallest numbers
 
 
@@ -44,77 +45,19 @@ class Source(Protocol):
     def outside(self) -> AbstractContextManager[None]: ...
 
 
-@dataclass
-class LossGradients:
-    """What the loss's gradient says of layers, by name.
-
-    squares: the mean over outputs of (∂loss/∂y_t)² for each token, float32 (all tokens,). energies: Σ over tokens of squares·x_t²,
-    float32 (N,): how much the loss depends on the weights of an input. costs: how many weights have a w²·energy in each of
-    `COST_BINS` bins, int64: what their removal adds to the loss, to second order and one by one (optimal brain damage). outputs:
-    the mean over tokens of (∂loss/∂y_k)² for each output, float32 (K,). All on the host. sizes: how many tokens each sample has.
-    Layers of experts, which not all tokens reach, are left out.
-    """
-
-    sizes: list[int] = field(default_factory=list)
-    squares: dict[str, torch.Tensor] = field(default_factory=dict)
-    energies: dict[str, torch.Tensor] = field(default_factory=dict)
-    costs: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What is needed to make the same again: `of` these and the inputs."""
-        return {f"{kind} {name}": each for kind in _KINDS for name, each in getattr(self, kind).items()}
-
-    @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor], inputs: BlockInputs) -> LossGradients:
-        gradients = LossGradients(_sizes(inputs))
-        for key, each in tensors.items():
-            kind, _, name = key.partition(" ")
-            getattr(gradients, kind)[name] = each
-        return gradients
-
-    def weights(self, group: Sequence[LinearView], power: float, device: torch.device) -> dict[str, list[torch.Tensor]]:
-        """The weights of tokens for layers that are given the same tensor: the same for all of them, a vector (B·T,) a sample.
-
-        They are the mean over the outputs of all these layers, to the power, of mean 1 over all tokens. Empty where nothing is
-        known, or no output of these layers reaches the loss: all tokens count alike then.
-        """
-        known = [view for view in group if view.name in self.squares]
-        sums = [self.squares[view.name].to(device) * view.n_outputs for view in known]
-        if not sums or float(torch.stack(sums).max()) == 0:
-            return {}
-        # Squared gradients may be far below what a power of them in float32 can bear: scaled first.
-        total = sum(sums[1:], sums[0])
-        weights = (total / total.mean(dtype=torch.float64)).pow(power)
-        weights = (weights / weights.mean(dtype=torch.float64)).float()
-        return dict.fromkeys([view.name for view in known], list(weights.split(self.sizes)))
-
-    def output_scales(self, group: Sequence[LinearView], power: float) -> dict[str, torch.Tensor]:
-        """By what a layer's outputs are multiplied where masks weigh them against each other, float32 (K,), on its device.
-
-        The square root of the mean squared gradient to the power, of mean square 1 over all layers of the group together.
-        """
-        known = [view for view in group if view.name in self.outputs]
-        total = sum(float(self.outputs[view.name].sum(dtype=torch.float64)) for view in known)
-        if total == 0:
-            return {}
-        mean = total / sum(view.n_outputs for view in known)
-        scales = {view.name: (self.outputs[view.name].double() / mean).pow(power).clamp_min(_LEAST_WEIGHT) for view in known}
-        size = torch.cat(list(scales.values())).mean()
-        return {view.name: (scales[view.name] / size).sqrt().float().to(view.parameter.device) for view in known}
-
-
 def loss_gradients(
-    source: Source, layers: Sequence[Sequence[LinearView]], inputs: BlockInputs, windows: Sequence[torch.Tensor]
-) -> LossGradients:
+    source: Source, layers: Sequence[Sequence[LinearView]], inputs: BlockInputs, windows: Sequence[torch.Tensor],
+    ranks: Ranks = Ranks(),
+) -> LossGradients:  # fmt: skip
     """Squared gradients of the summed next-token loss of the dense model at the outputs of `layers` (those of each block).
 
-    `inputs` are those of the first block, made of the `windows`, each (T,); they stay as they are. ValueError, naming the block,
+    `inputs` are those of the first block, made of the `windows`, each (T,); they stay as they are. `ranks`: who has the other
+    windows, where the inputs are a share. ValueError, naming the block,
     for a gradient that is not finite; MemoryError where the host's memory cannot hold what is to be kept.
     """
     kept, last, containers = _forward(source, inputs)
-    gradients = LossGradients(_sizes(inputs))
-    found = _Found(gradients)
+    gradients = LossGradients.begun(inputs, ranks)
+    found = _Found(gradients, inputs)
     following = _head_gradients(source, last, windows, containers, inputs)
     first_wanted = next(index for index, views in enumerate(layers) if views)
     starts = [first for first in sorted(kept, reverse=True) if first + TOGETHER > first_wanted]
@@ -127,6 +70,7 @@ def loss_gradients(
             stack.enter_context(found.observed(modules, [view for index in indices for view in layers[index]]))
             finite = []
             for sample, hidden in enumerate(kept.pop(first)):
+                found.begin_sample(sample)
                 gradient = _backward(modules, indices, hidden, following[sample], inputs, sample)
                 finite.append(gradient.isfinite().all())  # before it is on its way to the host
                 following[sample] = stored(gradient, inputs.store)
@@ -134,10 +78,6 @@ def loss_gradients(
                 raise ValueError(f"{source.blocks[first].name}: the loss's gradient is not finite here; use token_weights=0")
             found.end_blocks({view.name: view for index in indices for view in layers[index]})
     return gradients
-
-
-def _sizes(inputs: BlockInputs) -> list[int]:
-    return [hidden.shape[:-1].numel() for hidden in inputs.hidden]
 
 
 def _forward(
@@ -220,7 +160,11 @@ class _Found:
     """Gradients at the outputs of some blocks' layers as they come up, sample by sample."""
 
     gradients: LossGradients
+    inputs: BlockInputs
     parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    # Energies and outputs, summed over the samples of each portion of this rank's windows.
+    sums: list[dict[tuple[str, str], torch.Tensor]] = field(default_factory=lambda: [{}])
+    portion: int = 0
 
     @contextmanager
     def observed(self, modules: Sequence[nn.Module], views: Sequence[LinearView]) -> Iterator[None]:
@@ -251,19 +195,30 @@ class _Found:
         self.parts.setdefault(view.name, []).append(squares_T)
         energy_N = squares_T @ x.reshape(len(squares_T), -1).float().square()
         outputs_K = gradient.float().square().reshape(len(squares_T), -1).sum(0)
-        for sums, more in ((self.gradients.energies, energy_N), (self.gradients.outputs, outputs_K)):
-            known = sums.get(view.name)
-            sums[view.name] = more if known is None else known + more
+        sums = self.sums[self.portion]
+        for key, more in ((("energies", view.name), energy_N), (("outputs", view.name), outputs_K)):
+            sums[key] = sums[key] + more if key in sums else more
+
+    def begin_sample(self, sample: int) -> None:
+        self.portion = next((at for at, samples in enumerate(self.inputs.portions) if sample in samples), 0)
+        self.sums += [{} for _ in range(self.portion + 1 - len(self.sums))]
 
     def end_blocks(self, views: Mapping[str, LinearView]) -> None:
         """Keep what belongs to each token once: not of a layer that is called twice, or for other rows than the tokens."""
-        for name, parts in self.parts.items():
-            if [len(part) for part in parts] == self.gradients.sizes:
-                energy_N = self.gradients.energies[name]
-                self.gradients.squares[name], self.gradients.energies[name] = torch.cat(parts).cpu(), energy_N.cpu()
-                self.gradients.outputs[name] = self.gradients.outputs[name].cpu() / sum(self.gradients.sizes)
-                self.gradients.costs[name] = cost_counts(views[name].weights_NK(), energy_N)
-            else:
-                self.gradients.energies.pop(name, None)
-                self.gradients.outputs.pop(name, None)
+        gradients, share = self.gradients, self.gradients.share
+        whole = {name: parts for name, parts in self.parts.items() if [len(part) for part in parts] == gradients.sizes}
+        sums, tokens = self.sums[0], sum(gradients.sizes)
+        if share is not None:
+            agreed = set.intersection(*gradients.ranks.gathered(set(whole)))
+            whole = {name: parts for name, parts in whole.items() if name in agreed}
+            sizes = {("energies", name): views[name].n_inputs for name in whole}
+            sizes |= {("outputs", name): views[name].n_outputs for name in whole}
+            sums = all_portions(self.sums, sizes, share, gradients.ranks, self.inputs.device)
+            tokens = sum(share.lengths)
+        for name, parts in whole.items():
+            energy_N = sums["energies", name]
+            gradients.squares[name], gradients.energies[name] = torch.cat(parts).cpu(), energy_N.cpu()
+            gradients.outputs[name] = sums["outputs", name].cpu() / tokens
+            gradients.costs[name] = cost_counts(views[name].weights_NK(), energy_N)
         self.parts.clear()
+        self.sums = [{}]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
 from qprecon.llm.model.linears import LinearView
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.collect import Beside, collect_grams
-from qprecon.llm.statistics.gradients import LossGradients, Source
+from qprecon.llm.statistics.gradients import Source
+from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.observe import sublayers, writes_to_stream
+from qprecon.llm.statistics.over_ranks import summed_grams
 from qprecon.llm.statistics.target import AUTO, held_out
+
+Room = Callable[[Callable[[], BlockGrams]], BlockGrams]
 
 
 @dataclass
@@ -24,7 +30,8 @@ class Statistics:
     order: whether layers are pruned group by group as the block calls them, each group on what the pruned ones before it give.
     drift: α of the targets, or "auto"; residual: β. beside: whether the dense model's activations are wanted in any case.
     on_dense: calibrate on them.
-    token_power, output_power, gradients: for weights of tokens and of outputs, see `LossGradients`.
+    token_power, output_power, gradients: for weights of tokens and of outputs, see `LossGradients`. ranks: who has the other
+    windows, if these are not all.
     """
 
     pruned: BlockInputs
@@ -36,6 +43,7 @@ class Statistics:
     token_power: float = 0.0
     output_power: float = 0.0
     gradients: LossGradients | None = None
+    ranks: Ranks = Ranks()
     dense: BlockInputs | None = None
     weights: DenseWeights | None = None  # of the current block, while it is pruned
     outputs: list[torch.Tensor] | None = None  # of the current block, if it is not to be run again for them
@@ -45,7 +53,8 @@ class Statistics:
         if self.drift or self.residual or self.beside:
             self.dense = self.pruned.copied()  # at the first block both streams are the same
             if self.drift == AUTO:
-                held_out(self.pruned.n_samples)
+                share = self.pruned.share
+                held_out(self.pruned.n_samples if share is None else len(share.lengths))
 
     @property
     def store(self) -> torch.device:
@@ -60,21 +69,64 @@ class Statistics:
         self.weights = DenseWeights(views) if self.dense is not None else None
         if not views:
             return
-        grouped = self.order or self.gradients is not None
-        self.groups = sublayers(block, views, self.pruned, index) if grouped else [list(views)]
+        self.groups = [list(views)]
+        if self.order or self.gradients is not None:  # experts are called as the tokens will, so one rank decides for all
+            names = self.ranks.decided(lambda: [[v.name for v in group] for group in sublayers(block, views, self.pruned, index)])
+            by_name = {view.name: view for view in views}
+            self.groups = [[by_name[name] for name in group] for group in names]
         yield from self.groups if self.order else [list(views)]
 
-    def collect(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> BlockGrams:
-        """The matrices of layers of the block as it is now: those of earlier groups pruned, those of later ones dense."""
-        beside = None
-        if (self.drift or self.residual) and self.dense is not None and self.weights is not None:
-            aside = held_out(self.dense.n_samples) if self.drift == AUTO else 0
-            beside = Beside(self.dense, self.weights, aside, self._silent(block, index, views) if self.residual else ())
-        grams = collect_grams(
-            block, views, self.pruned, index, keep_outputs=self.on_dense, beside=beside, weights=self._token_weights(views)
-        )
+    def collect(self, block: nn.Module, index: int, views: Sequence[LinearView], room: Room = lambda work: work()) -> BlockGrams:
+        """The matrices of layers of the block as it is now: those of earlier groups pruned, those of later ones dense.
+
+        room: runs what computes, and again if the device's memory ran out (`with_room`); ranks do not meet within it.
+        """
+        share = self.pruned.share
+        if share is None:
+            whole = range(self.pruned.n_samples)
+            grams = room(lambda: self._collected(block, index, views, *self._wanted(block, index, views), whole))
+        else:
+            collected = partial(self._collected, block, index, views, *self._wanted(block, index, views))
+
+            def of_round(number: int) -> BlockGrams | None:
+                samples = self.pruned.portions[number] if number < len(self.pruned.portions) else ()
+                return room(lambda: collected(samples)) if samples else None
+
+            grams = summed_grams(views, share, self.ranks, of_round, self.pruned.device)
         self.outputs = grams.outputs
         return replace(grams, output_scales=self._output_scales(views))
+
+    def _wanted(
+        self, block: nn.Module, index: int, views: Sequence[LinearView]
+    ) -> tuple[Sequence[LinearView], Mapping[str, Sequence[torch.Tensor]]]:
+        """The layers to be silenced for the drift of the residual stream, and token weights."""
+        return self._silent(block, index, views) if self.residual else (), self._token_weights(views)
+
+    def _collected(
+        self, block: nn.Module, index: int, views: Sequence[LinearView], silent: Sequence[LinearView],
+        weights: Mapping[str, Sequence[torch.Tensor]], samples: range,
+    ) -> BlockGrams:  # fmt: skip
+        """From some of this rank's samples."""
+        beside, whole = None, len(samples) == self.pruned.n_samples
+        inputs = self.pruned if whole else self.pruned.part(samples)
+        if (self.drift or self.residual) and self.dense is not None and self.weights is not None:
+            dense = self.dense if whole else self.dense.part(samples)
+            beside = Beside(dense, self.weights, self._aside(samples) if self.drift == AUTO else 0, silent)
+        if not whole:
+            weights = {name: parts[samples.start : samples.stop] for name, parts in weights.items()}
+        return collect_grams(block, views, inputs, index, keep_outputs=self.on_dense, beside=beside, weights=weights)
+
+    def _aside(self, samples: range) -> int:
+        """How many of the samples, the last ones, are held out of the drift."""
+        share = self.pruned.share
+        if share is None:
+            return held_out(self.pruned.n_samples)
+        first = len(share.lengths) - held_out(len(share.lengths))  # the first window that is held out
+        begins, place = [], 0
+        for hidden in self.pruned.hidden:
+            begins.append(share.numbers[place])
+            place += len(hidden)
+        return sum(begins[sample] >= first for sample in samples)
 
     def following(self, views: Sequence[LinearView]) -> list[LinearView]:
         """The group after that of these layers; empty where there is none, or all layers are one group."""
@@ -93,7 +145,8 @@ class Statistics:
             return ()
         now = next(i for i, group in enumerate(self.groups) if views[0] in group)
         later = [view for group in self.groups[now + 1 :] for view in group]
-        return [*views, *later] if writes_to_stream(block, views[0], later, self.pruned, index) else ()
+        writes = self.ranks.decided(lambda: writes_to_stream(block, views[0], later, self.pruned, index))
+        return [*views, *later] if writes else ()
 
     def _token_weights(self, views: Sequence[LinearView]) -> Mapping[str, Sequence[torch.Tensor]]:
         if self.gradients is None or not self._weighted:

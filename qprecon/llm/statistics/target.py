@@ -35,25 +35,30 @@ def held_out(samples: int) -> int:
 
 
 def asked_weights(
-    views: Sequence[LinearView], grams: BlockGrams, drift: float | str, residual: float, damping: float
-) -> list[torch.Tensor]:
-    """For each of the layers, which share H and D: the weights that it is asked for, float32 (N, K).
+    views: Sequence[LinearView], grams: BlockGrams, drift: float | str, residual: float, damping: float,
+    columns: Sequence[slice] | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """For each of the layers, which share H and D: the weights that it is asked for, float32 (N, K), or some `columns` of each.
 
     drift: α, or "auto" (`explained_share`). residual: β. damping: λ as a share of the mean diagonal of H. ValueError, naming a
     layer, where H + λI is not positive definite.
     """
-    dense = [view.weights_NK() for view in views]
+    columns = columns or [slice(None)] * len(views)
     drift_NN, residual_NK = grams.drift(views[0]), grams.residual(views[0])
+    if drift == AUTO and drift_NN is not None and any(some != slice(None) for some in columns):
+        whole = asked_weights(views, grams, drift, residual, damping)  # α is about all outputs of a layer
+        return [w_NK[:, some].contiguous() for w_NK, some in zip(whole, columns, strict=True)]
+    dense = [view.weights_NK(columns=some) for view, some in zip(views, columns, strict=True)]
     if drift_NN is None or (drift == 0 and residual_NK is None):
         return dense
     solve = _Damped(views[0], grams.hessian(views[0]), damping)
     if drift != 0:
-        changes = solve(drift_NN @ torch.cat(dense, dim=1)).split([view.n_outputs for view in views], dim=1)
+        changes = solve(drift_NN @ torch.cat(dense, dim=1)).split([w_NK.shape[1] for w_NK in dense], dim=1)
         held = grams.held(views[0])
         for w_NK, change in zip(dense, changes, strict=True):
             w_NK.add_(change, alpha=explained_share(held, w_NK, change) if drift == AUTO else float(drift))
     if residual_NK is not None:
-        dense[0].add_(solve(residual_NK), alpha=residual)
+        dense[0].add_(solve(residual_NK[:, columns[0]]), alpha=residual)
     return dense
 
 

@@ -21,13 +21,20 @@ def saving_folder(out: Path) -> Path:
 
 def put(folder: Path, out: Path) -> None:
     """Give `folder` the name `out`; what had it goes."""
-    if out.is_dir():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{_OLD}.", dir=out.parent))
+    if not out.is_dir():
+        os.replace(folder, out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{_OLD}.", dir=out.parent))
+    try:
         os.replace(out, old)  # onto an empty folder; then the name is free
         os.replace(folder, out)
-        shutil.rmtree(old)
-    else:
-        os.replace(folder, out)
+    except BaseException:
+        if not out.exists():
+            os.replace(old, out)
+        raise
+    finally:
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def restore(out: Path) -> None:

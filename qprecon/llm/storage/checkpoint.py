@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from qprecon.llm.files.kinds import check_left_over
 from qprecon.llm.files.weight_files import WeightFiles, opened, read_headers, weight_files
+from qprecon.llm.lowbit.compressed import unpacked_tensors
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, loading
 
@@ -47,6 +49,29 @@ class Shards:
             with opened(self.folder / file) as shard:
                 tensors |= {name: shard.get_tensor(name) for name in own}
         return tensors
+
+
+class Finished:
+    """The tensors of a shard that a run has written, by the names that the model's files have for them; packed ones as weights.
+
+    entry: what the journal has of it; {} where it has nothing.
+    """
+
+    def __init__(self, folder: Path, entry: Mapping[str, Any]):
+        self.low_bit = entry.get("low_bit") or {}
+        self.weights = frozenset(self.low_bit.get("weights", ()))
+        self.files = dict.fromkeys(entry.get("names", ()), entry.get("file", ""))
+        self.parts = {name for name in self.files if any(name == own or name.startswith(f"{own}_") for own in self.weights)}
+        self.names = (self.files.keys() - self.parts) | self.weights
+        self.shards = Shards(folder, self.files, {}, {})
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """As `Shards.read`."""
+        names = set(names)
+        found = self.shards.read(names - self.weights)
+        if wanted := self.weights & names:
+            found |= unpacked_tensors({**self.low_bit, "weights": sorted(wanted)}, self.shards.read(self.parts))
+        return found
 
 
 def open_shards(files: WeightFiles | Path) -> Shards:

@@ -19,6 +19,7 @@ from qprecon.llm.calibration.memory import windows_together
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
+from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.journal import Journal
@@ -38,10 +39,15 @@ class MemoryBlocks:
         for block in blocks:  # all of them before the first is changed
             check_weights(block)
 
-    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None) -> BlockInputs:
-        """As `capture_inputs`. streams: how many times the activations will be kept; most: of windows, that go together."""
+    def capture(
+        self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None, share: Share | None = None
+    ) -> BlockInputs:
+        """As `capture_inputs`. streams: how many times the activations will be kept; most: of windows, that go together.
+        share: those of this rank."""
         batch = windows_together(self.model, samples, self.device, most)
-        return capture_inputs(self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams)
+        return capture_inputs(
+            self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams, share=share
+        )
 
     @contextmanager
     def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:

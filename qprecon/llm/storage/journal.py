@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Journal:
         self.progress = folder / PROGRESS
         self._lock: BaseFileLock | None = None
         self._over = False
+        self._failed: OSError | None = None  # the first write that could not be done
         self.damaged: list[str] = []  # files of an earlier run that are not what it wrote
         self._sound: set[str] = set()  # entries whose files were checked, or written by this process
 
@@ -185,9 +187,21 @@ class Journal:
         return self.progress / f"{key}-masks.safetensors"
 
     def write_file(self, path: Path, write: Callable[[Path], Any]) -> None:
-        """`write_atomically`; an error says what is kept, if anything is."""
+        """`write_atomically`, `keeping`. After an error nothing more is written, so that what it says stays true."""
+        if self._failed is not None:
+            raise self._failed
         try:
-            write_atomically(path, write)
+            with self.keeping():
+                write_atomically(path, write)
+        except OSError as error:
+            self._failed = error
+            raise
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """While open, an OSError, as of a full disk, says what is kept, if anything is."""
+        try:
+            yield
         except OSError as error:
             if not self._entries():
                 raise

@@ -21,6 +21,7 @@ from qprecon.files import read_json, temporary, writing
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.beside import put, restore, saving_folder, tidy
+from qprecon.llm.storage.card import model_card
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, Journal, current_umask, sync
 
@@ -97,7 +98,8 @@ def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None
     with tempfile.TemporaryDirectory() as folder:
         for name, save in parts:
             try:
-                save(Path(folder))
+                with writing(f"a copy of the {name} in {folder}"):
+                    save(Path(folder))
             except OSError:
                 raise
             except Exception as error:  # of transformers, of tokenizers, of the model's own class
@@ -151,6 +153,9 @@ def _listed(report: Path) -> frozenset[str] | None:
     return frozenset(map(str, files)) if isinstance(files, list) else None
 
 
+Pack = Callable[[Path], None]
+
+
 class Report(Protocol):
     """What is written beside a model to explain it."""
 
@@ -160,13 +165,14 @@ class Report(Protocol):
 
 def save_model(
     model: Any, report: Report, out: str | Path, tokenizer: Any = None, masks: Iterable[Packed] | None = None,
-    companions: Companions | None = None, *, name: str = REPORT_NAME, card: str | None = None,
+    companions: Companions | None = None, *, name: str = REPORT_NAME, card: str | None = None, pack: Pack | None = None,
 ) -> Path:  # fmt: skip
     """Write model, tokenizer, generation config, what else goes with the model, report, model card and, if given, masks to `out`;
     the folder appears complete or not at all.
 
-    `name`: the report's; `card`: the text of the model card, by default that of a `PruneReport`. A folder that an earlier run
-    wrote is replaced, evaluation and report page included. Raises FileExistsError as `check_output` does.
+    `pack` may change the folder's files. `name`: the report's; `card`: the text of the model card, by default that of a
+    `PruneReport`. A folder that an earlier run wrote is replaced, evaluation and report page included. Raises FileExistsError as
+    `check_output` does.
     """
     out = check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -174,6 +180,8 @@ def save_model(
     try:
         with writing(out):
             model.save_pretrained(partial)
+            if pack is not None:
+                pack(partial)
             _explain(partial, report, tokenizer, masks, companions, name, card)
             partial.chmod(0o777 & ~current_umask())  # mkdtemp's folders are private
             _to_disk(partial)
@@ -200,29 +208,28 @@ def claim_output(out: Path) -> Journal:
 
 def complete_folder(
     journal: Journal, shards: Sequence[Mapping[str, Any]], model: Any, source: Path, report: PruneReport, out: str | Path,
-    tokenizer: Any = None, masks: Iterable[Packed] | None = None, companions: Companions | None = None,
+    tokenizer: Any = None, masks: Iterable[Packed] | None = None, companions: Companions | None = None, pack: Pack | None = None,
 ) -> Path:  # fmt: skip
     """Add to the shards that `journal` has what makes a model of them, and give its folder its name.
 
     Other processes may come in then.
 
-    `shards` as the journal has them; `source`: the folder that the model was read from.
+    `shards` as the journal has them; `source`: the folder that the model was read from; `pack` may change its files.
     """
     out, partial = check_output(out), journal.folder
     for leftover in partial.glob(".*.tmp"):  # of a write that was killed
         leftover.unlink()
-    try:
-        with writing(out):
-            _index(partial, shards)
-            model.config.save_pretrained(partial)
-            _save_generation(model, partial, source)
-            _explain(partial, report, tokenizer, masks, companions)
-            _to_disk(partial)
-            if os.name == "nt":  # there a folder with an open lock cannot be renamed
-                journal.close()
-            put(partial, out)
-    except OSError as error:
-        raise OSError(f"{error}. The finished blocks are kept in {partial}: make room and run the same again") from error
+    with journal.keeping(), writing(out):
+        _index(partial, shards)
+        model.config.save_pretrained(partial)
+        _save_generation(model, partial, source)
+        if pack is not None:
+            pack(partial)
+        _explain(partial, report, tokenizer, masks, companions)
+        _to_disk(partial)
+        if os.name == "nt":  # there a folder with an open lock cannot be renamed
+            journal.close()
+        put(partial, out)
     tidy(out)
     shutil.rmtree(out / PROGRESS, ignore_errors=True)
     journal.close()
@@ -255,38 +262,3 @@ def _explain(
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     files = {path.as_posix() for path in paths if path.parts[0] != PROGRESS}
     report.save(folder / name, files={*files, name})
-
-
-def card_front(base: Any) -> str:
-    """How a model card begins; `base`: where the dense model came from, named if that is a hub name with an owner."""
-    front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
-    return f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
-
-
-def model_card(report: PruneReport) -> str:
-    """A short README.md for the output folder."""
-    settings = report.settings
-    update = {"none": "left as they were", "own": f"as {settings['mask']} itself updates them"}.get(
-        settings["update"], "rebuilt by solving each column's quadratic program (OPTIMA), certified"
-    )
-    gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
-    rule = {"owl": "by OWL", "loss": "by the loss's gradients"}.get(settings.get("allocation", ""))
-    shared = f" on average, shared out between blocks {rule}" if rule else ""
-    base = settings.get("model")
-    dense = "".join(f"{share:.1%} of the model left dense: {what}.\n" for what, share in report.much_left_dense)
-    return (
-        f"{card_front(base)}"
-        f"# Pruned {base or 'model'}\n\n"
-        f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
-        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"
-        f"{dense}\n"
-        f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
-        f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}"
-        f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"
-        f"{gap}"
-        f"- Mean relative reconstruction error of a layer: {report.mean_error('error_masked'):.4g} with the mask alone, "
-        f"{report.mean_error('error_stored'):.4g} as stored\n\n"
-        "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
-        "no faster. Pruning costs quality; measure it on your own task before use.\n\n"
-        f"Each layer's figures are in `{REPORT_NAME}`.\n"
-    )

@@ -15,12 +15,13 @@ from qprecon.grids import Fitted
 from qprecon.llm.calibration.capture import capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
-from qprecon.llm.lowbit.compressed import packed_tensors
+from qprecon.llm.lowbit.compressed import low_bit_facts, packed_tensors
 from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
+from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
-from qprecon.llm.storage.checkpoint import Shards, stored_names
+from qprecon.llm.storage.checkpoint import Finished, Shards, stored_names
 from qprecon.llm.storage.filling import empty, fill, own_stream
 from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
@@ -49,19 +50,22 @@ class DiskBlocks:
         self.read_stream, self.write_stream = streams
         self.ahead: dict[tuple[int, bool], Future] = {}
         self.behind: list[Future] = []
-        entries = [journal.entry(_key(index)) for index in range(len(blocks))]
+        entries = [journal.entry(block_key(index)) for index in range(len(blocks))]
         self.finished = next((index for index, entry in enumerate(entries) if entry is None), len(blocks))
         self.rows = tuple(LayerRow(**row) for entry in entries[: self.finished] for row in entry["rows"])
         self.sums: dict[str, int] = {}  # stored name -> checksum, of what was read of the model
         self.compared = False  # whether what an earlier run read was compared with the files, as their times are others
+        self._begin()
+
+    def _begin(self) -> None:
         try:
             self._check_files()
         except BaseException:
             self.stop()
             raise
-        if journal.entry(_OUTSIDE) is None:
+        if self.journal.entry(_OUTSIDE) is None:
             self.behind.append(self.writer.submit(self._copy, None))
-        if self.left_over and journal.entry(_LEFT_OVER) is None:
+        if self.left_over and self.journal.entry(_LEFT_OVER) is None:
             self.behind.append(self.writer.submit(self._copy_left_over))
 
     def _check_files(self) -> None:
@@ -90,11 +94,13 @@ class DiskBlocks:
 
     def _changed(self, entry: dict, files: set[str]) -> Iterator[str]:
         known = entry.get("source", {})
-        for name in entry["names"]:
+        for name in {**dict.fromkeys(entry["names"]), **known}:
             if self.shards.file_of.get(name) in files and known.get(name) != tensor_checksum(self.shards.read([name])[name]):
                 yield name
 
-    def capture(self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None) -> BlockInputs:
+    def capture(
+        self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None, share: Share | None = None
+    ) -> BlockInputs:
         """As `MemoryBlocks.capture`; the embeddings and the first block of each class, which is probed, are on the device."""
         inside = {id(module) for module in getattr(self.model, "base_model", self.model).modules()}
         needed = {name for name, module in self.model.named_modules() if id(module) in inside}
@@ -108,7 +114,7 @@ class DiskBlocks:
                 fill(self.model, self._read(self.shards, names, torch.device("cpu")))
             batch = windows_together(self.model, samples, self.device, most)
             inputs = capture_inputs(
-                self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams
+                self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams, share=share
             )
         finally:
             empty(self.model)
@@ -185,16 +191,16 @@ class DiskBlocks:
     def masks(self) -> Iterator[Packed]:
         """The masks that `finish` was given, here or in an earlier run; read from the disk block by block."""
         for index in range(len(self.blocks)):
-            entry = self.journal.entry(_key(index))
+            entry = self.journal.entry(block_key(index))
             if entry["rows"]:
-                yield from named_masks([LayerRow(**row) for row in entry["rows"]], self.journal.masks(_key(index)))
+                yield from named_masks([LayerRow(**row) for row in entry["rows"]], self.journal.masks(block_key(index)))
 
     def close(self) -> None:
         """Copy the blocks that were not pruned, and wait until everything is on the disk."""
         with self.log.phase("write"):
             self._wait(most=0)
             for index in range(len(self.blocks)):
-                if self.journal.entry(_key(index)) is None:
+                if self.journal.entry(block_key(index)) is None:
                     self._copy(index)
 
     def stop(self) -> None:
@@ -210,7 +216,7 @@ class DiskBlocks:
 
     def entries(self) -> list[dict]:
         """What the journal has of every shard, None where one is not finished."""
-        keys = [_OUTSIDE, *(_key(index) for index in range(len(self.blocks))), *([_LEFT_OVER] if self.left_over else [])]
+        keys = [_OUTSIDE, *(block_key(index) for index in range(len(self.blocks))), *([_LEFT_OVER] if self.left_over else [])]
         return [self.journal.entry(key) for key in keys]
 
     def _names(self, index: int | None) -> list[str]:
@@ -234,16 +240,16 @@ class DiskBlocks:
 
     def _load(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         # A block after one that is missing may have been written too; it is pruned again, from the model's own weights.
-        entry = None if dense or index >= self.finished else self.journal.entry(_key(index))
-        written = dict.fromkeys(entry["names"], entry["file"]) if entry is not None else {}
+        entry = None if dense or index >= self.finished else self.journal.entry(block_key(index))
+        written = Finished(self.journal.folder, entry or {})
         names, pinned = self._names(index), self.device.type == "cuda"
-        done = [name for name in names if self.stored[name] in written]  # not what it shares with another block, which holds it
+        done = [name for name in names if self.stored[name] in written.names]  # not what another block holds, which shares it
         with own_stream(self.read_stream):
-            tensors = self._read(self.shards, [name for name in names if self.stored[name] not in written], self.device, pinned)
-            return tensors | self._read(Shards(self.journal.folder, written, {}, {}), done, self.device, pinned)
+            tensors = self._read(self.shards, [name for name in names if name not in done], self.device, pinned)
+            return tensors | self._read(written, done, self.device, pinned)
 
     def _read(
-        self, shards: Shards, names: Iterable[str], device: torch.device, pinned: bool = False
+        self, shards: Shards | Finished, names: Iterable[str], device: torch.device, pinned: bool = False
     ) -> dict[str, torch.Tensor]:
         """Tensors by their names in the model, in the model's dtypes; copies, as those of safetensors may lie in the file.
 
@@ -271,12 +277,13 @@ class DiskBlocks:
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
             sums = {name: self.sums[name] for name in own}
-            own = packed_tensors(own, {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()})
+            low = {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()}
+            own = packed_tensors(own, low)
             own, masks = fetched(own), fetched(masks)
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         parameters = sum(tensor.numel() for tensor in counted)
-        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "source": sums}
-        key = _OUTSIDE if index is None else _key(index)
+        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "low_bit": low_bit_facts(low)}
+        facts["source"], key = sums, _OUTSIDE if index is None else block_key(index)
         self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts, masks)
 
     def _copy_left_over(self) -> None:
@@ -295,5 +302,5 @@ class DiskBlocks:
 _OUTSIDE, _LEFT_OVER, _TIMES = "outside", "left-over", "model_times.json"
 
 
-def _key(index: int) -> str:
+def block_key(index: int) -> str:
     return f"block-{index:05d}"

@@ -127,12 +127,12 @@ def test_a_write_that_fails_keeps_the_state_before(tmp_path, monkeypatch):
     model, dense = pair()
     original, calls = torch.save, []
 
-    def save(content, path):
-        calls.append(path)
+    def save(content, file):
+        calls.append(file)
         if len(calls) == 2:
-            path.write_bytes(b"half of it")
+            file.write(b"half of it")
             raise OSError(28, "No space left on device")
-        return original(content, path)
+        return original(content, file)
 
     monkeypatch.setattr(torch, "save", save)
     with pytest.raises(OSError, match="No space left"):

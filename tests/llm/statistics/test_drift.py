@@ -224,8 +224,8 @@ class Fixed:
     def __init__(self, w_NK, hessian_NN, drift_NN, held=()):
         self.w_NK, self.matrices, self.rows = w_NK, (hessian_NN, drift_NN), list(held)
 
-    def weights_NK(self):
-        return self.w_NK.float()
+    def weights_NK(self, columns=slice(None)):
+        return self.w_NK[:, columns].float()
 
     hessian, drift, held, residual = (
         lambda self, view: self.matrices[0].float(), lambda self, view: self.matrices[1].float(), lambda self, view: self.rows,

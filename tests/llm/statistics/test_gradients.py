@@ -8,7 +8,8 @@ from qprecon.llm.calibration import memory
 from qprecon.llm.pruning.plan import plan_layers
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.statistics import gradients as module
-from qprecon.llm.statistics.gradients import LossGradients, loss_gradients
+from qprecon.llm.statistics.gradients import loss_gradients
+from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from tests.llm.families import FAMILIES, build, tokens
 from tests.llm.statistics import reference
@@ -164,6 +165,6 @@ def test_what_does_not_fit_the_host_is_said_before(monkeypatch):
 def test_what_is_kept_gives_the_same_again():
     model, samples = build("llama"), list(tokens(2))
     found, inputs, _ = gradients_of(model, samples)
-    again = LossGradients.of(found.tensors(), inputs)
+    again = LossGradients.of(found.tensors(inputs.device), inputs)
     assert again.sizes == found.sizes and again.squares.keys() == found.squares.keys()
     assert all(torch.equal(again.energies[name], found.energies[name]) for name in found.energies)

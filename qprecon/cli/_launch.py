@@ -1,0 +1,50 @@
+"""A command that torchrun starts several times: the processes of one run, which share it and speak with one voice."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+
+def launched_rank() -> int | None:
+    """This process's number among those that a launcher started; None where it is the only one."""
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    return int(os.environ["RANK"]) if several and "RANK" in os.environ and "MASTER_ADDR" in os.environ else None
+
+
+def is_silent() -> bool:
+    """Whether another process says what there is to say."""
+    return bool(launched_rank())
+
+
+def is_grouped() -> bool:
+    """Whether the processes have met; before that an error is in what all of them were given."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+@contextmanager
+def launched(device: str | None, timeout: float) -> Iterator[None]:
+    """While open, there is the process group of the launcher, if there is one: NCCL between GPUs, Gloo between processors.
+
+    An error in the body ends all of them, and is shown by one.
+    """
+    if launched_rank() is None:
+        yield
+        return
+    import torch
+    from torch import distributed
+
+    from qprecon.llm.ranks.group import joined
+
+    cuda = torch.cuda.is_available() and not str(device).startswith("cpu")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    # Longer than ranks wait for each other: NCCL would end the process without a word of which rank is missing.
+    distributed.init_process_group(backend, timeout=timedelta(seconds=2 * timeout + 60))
+    with joined(timeout):
+        yield
+        distributed.barrier()  # nobody looks for the launcher's store any more
+    distributed.destroy_process_group()

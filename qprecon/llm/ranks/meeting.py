@@ -1,0 +1,157 @@
+"""Where the ranks of a run meet: small things are told, and a rank that failed or does not answer is named.
+
+Tensors go through the process group; what is here goes through the key-value store that the group was made with. Before a
+collective the ranks meet, so that none waits in it for one that has failed: a collective can only say that it took too long, the
+store knows who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import distributed
+
+from qprecon.errors import RankError
+
+_FAILED = "failed"  # the key of what the first rank that failed says
+_SHORTEST, _LONGEST = 2e-4, 2e-2  # seconds between two looks at the store
+_LOOK = 0.5  # seconds between two looks for signs of life
+_LEAVING = 2.0  # seconds in which ranks answer the last roll call
+
+
+@dataclass
+class Meeting:
+    """The meetings of a run, in order. timeout: seconds after which a rank that neither comes nor shows a sign of life is lost."""
+
+    store: Any
+    rank: int
+    size: int
+    timeout: float
+    count: int = 0
+    waited: float = 0.0  # seconds in all
+    beats: dict[int, bytes] = field(default_factory=dict)
+
+    @staticmethod
+    def of_process(timeout: float) -> Meeting:
+        """A new series of meetings of the ranks of the default process group; all of them must call it."""
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        store = distributed.distributed_c10d._get_default_store()  # torch has no public way to it
+        # A client of its own: another thread of torch's may hold the first one while it waits. Runs are counted apart.
+        store = store.clone() if hasattr(store, "clone") else store
+        number = store.add(f"qprecon/runs of rank {rank}", 1)
+        return Meeting(distributed.PrefixStore(f"qprecon/{number}", store), rank, size, timeout)
+
+    def gathered(self, what: Any) -> list[Any]:
+        """What each rank brought, in the order of ranks; all must come. RankError, naming it, for one that fails or does not."""
+        self.count += 1
+        started = time.monotonic()
+        with self._reached():
+            self.store.set(self._key(self.rank), pickle.dumps(what))
+            self._wait_for([rank for rank in range(self.size) if rank != self.rank])
+            found = [what if rank == self.rank else pickle.loads(self.store.get(self._key(rank))) for rank in range(self.size)]
+            if self.count > 1:  # who has come to this meeting has read everything of the last one
+                self.store.delete_key(self._key(self.rank, self.count - 1))
+        self.waited += time.monotonic() - started
+        return found
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While open, the others wait for this rank as long as its process lives: for work that one rank does for all."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(done,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _beat(self, done: threading.Event) -> None:
+        while not done.wait(self.timeout / 5):
+            try:
+                self.store.add(f"beat {self.rank}", 1)
+            except Exception:  # the store went with another process, which is found at the next meeting
+                return
+
+    def fail(self, about: int, text: str, *, said: bool) -> RankError | None:
+        """Tell the others that the run ends. None if this is the first word of it; else the error of who was first.
+
+        about: the rank that it is about. said: whether this process shows the error itself.
+        """
+        own = json.dumps([about, text, said, self.rank])
+        try:
+            first = self.store.compare_set(_FAILED, "", own).decode()
+        except Exception:  # the store is gone, and with it everybody who could listen
+            return None
+        return None if first == own else _error(first)
+
+    def check(self) -> None:
+        """RankError if a rank has failed."""
+        if self.store.check([_FAILED]):
+            raise _error(self.store.get(_FAILED).decode())
+
+    def lost(self, why: str) -> RankError:
+        """After a collective that failed, `why`: the error that names the ranks that do not answer a last call."""
+        with self._reached():
+            self.store.set(f"last {self.rank}", b"")
+            deadline = time.monotonic() + min(self.timeout, _LEAVING)
+            while (missing := self._missing("last {}", range(self.size))) and time.monotonic() < deadline:
+                self.check()
+                time.sleep(_LONGEST)
+        return self._give_up(missing, f"is lost: a collective ended with {why}")
+
+    def _wait_for(self, ranks: Sequence[int]) -> None:
+        deadline, looked, pause = time.monotonic() + self.timeout, time.monotonic(), _SHORTEST
+        while not self.store.check([self._key(rank) for rank in ranks]):
+            self.check()
+            if (now := time.monotonic()) - looked > min(_LOOK, self.timeout / 10):
+                looked = now
+                if self._signs_of_life(ranks):
+                    deadline = now + self.timeout
+            if now > deadline:
+                missing = self._missing(self._key("{}"), ranks)
+                raise self._give_up(missing, f"did not answer for {self.timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _signs_of_life(self, ranks: Sequence[int]) -> bool:
+        alive = False
+        for rank in ranks:
+            if self.store.check([f"beat {rank}"]):
+                beat = self.store.get(f"beat {rank}")
+                alive |= self.beats.get(rank) != beat
+                self.beats[rank] = beat
+        return alive
+
+    def _missing(self, key: str, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self.store.check([key.format(rank)])]
+
+    def _give_up(self, missing: Sequence[int], what: str) -> RankError:
+        names = ", ".join(map(str, missing)) or "another"
+        error = RankError(f"rank {names} {what}")
+        return self.fail(missing[0] if missing else self.rank, str(error), said=True) or error
+
+    def _key(self, rank: Any, count: int | None = None) -> str:
+        return f"{count or self.count}/{rank}"
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Errors of the store itself: it lives in the launcher or in rank 0."""
+        try:
+            yield
+        except RankError:
+            raise
+        except (distributed.DistError, RuntimeError) as error:
+            raise RankError(f"rank {self.rank} lost the launcher, or rank 0, through which the ranks meet: {error}") from error
+
+
+def _error(told: str) -> RankError:
+    about, text, said, _ = json.loads(told)
+    return RankError(text if text.startswith("rank ") else f"rank {about}: {text}", said=said)

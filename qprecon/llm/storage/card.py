@@ -1,0 +1,56 @@
+"""The model card: README.md of an output folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
+
+
+def card_front(base: Any) -> str:
+    """How a model card begins; `base`: where the dense model came from, named if that is a hub name with an owner."""
+    front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
+    return f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
+
+
+def model_card(report: PruneReport) -> str:
+    """A short README.md for the output folder."""
+    settings = report.settings
+    update = {"none": "left as they were", "own": f"as {settings['mask']} itself updates them"}.get(
+        settings["update"], "rebuilt by solving each column's quadratic program (OPTIMA), certified"
+    )
+    gap = "" if report.largest_gap is None else f"- Largest certified relative gap of any column: {report.largest_gap:.2e}\n"
+    rule = {"owl": "by OWL", "loss": "by the loss's gradients"}.get(settings.get("allocation", ""))
+    shared = f" on average, shared out between blocks {rule}" if rule else ""
+    base = settings.get("model")
+    dense = "".join(f"{share:.1%} of the model left dense: {what}.\n" for what, share in report.much_left_dense)
+    return (
+        f"{card_front(base)}"
+        f"# Pruned {base or 'model'}\n\n"
+        f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
+        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"
+        f"{dense}\n"
+        f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
+        f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}"
+        f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"
+        f"{gap}"
+        f"- Mean relative reconstruction error of a layer: {report.mean_error('error_masked'):.4g} with the mask alone, "
+        f"{report.mean_error('error_stored'):.4g} as stored\n\n"
+        f"{_stored(report)} Pruning costs quality; measure it on your own task before use.\n\n"
+        f"Each layer's figures are in `{REPORT_NAME}`.\n"
+    )
+
+
+def _stored(report: PruneReport) -> str:
+    """What the file holds, and what that is good for."""
+    bits = [row.bits for row in report.layers if row.bits is not None]
+    if not bits:
+        return (
+            "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
+            "no faster."
+        )
+    grid = report.settings["quantize"]
+    return (
+        f"The weights of the pruned layers are stored as {grid} in compressed-tensors files, {min(bits):.4g} bits each with their "
+        "scales; the zeros among them make the file no smaller."
+    )

@@ -1,0 +1,74 @@
+"""The differentiable solve for jax: gradients by finite differences in float64, against torch's, and under jit and vmap."""
+
+import numpy as np
+import pytest
+import torch
+
+import qprecon
+from qprecon.interop import jax_x64
+
+jax = pytest.importorskip("jax")
+EXACT = {"damping": 0.1, "tol": 1e-13, "backward_tol": 1e-13}
+
+
+def problem(n=6, k=3, seed=0):
+    """H, W, mask, rhs, lower, upper, numpy."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((40, n))
+    h, w, mask = x.T @ x, rng.standard_normal((n, k)), rng.random((n, k)) < 0.7
+    return h, w, mask, h @ rng.standard_normal((n, k)), -abs(rng.standard_normal((n, k))), abs(rng.standard_normal((n, k)))
+
+
+@pytest.mark.parametrize("case", ["default", "rhs", "bounds"])
+def test_gradients(case):
+    from jax.test_util import check_grads
+
+    with jax_x64(True):
+        h, w, mask, rhs, lower, upper = map(jax.numpy.asarray, problem())
+        backend, names = ("osqp", ("rhs", "lower", "upper")) if case == "bounds" else ("auto", ("rhs",) if case == "rhs" else ())
+        values = [dict(rhs=rhs, lower=lower, upper=upper)[name] for name in names]
+
+        def solve(h, w, *more):
+            h = 0.5 * (h + h.T)  # differences are then those of symmetric matrices
+            return qprecon.jax.solve(h, w, mask, backend, **dict(zip(names, more, strict=True)), **EXACT)
+
+        check_grads(solve, (h, w, *values), order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("bounds", [False, True])
+def test_as_torch_has_them(bounds):
+    h, w, mask, rhs, lower, upper = problem()
+    floats = mask.astype(np.float64)
+    given = (h, w, floats, rhs, lower, upper) if bounds else (h, w, floats, rhs)
+    names = ("H", "W", "mask", "rhs", "lower", "upper")[: len(given)]
+    backend = "osqp" if bounds else "auto"
+    tensors = [torch.from_numpy(x).requires_grad_() for x in given]
+    qprecon.torch.solve(**dict(zip(names, tensors, strict=True)), backend=backend, **EXACT).pow(3).sum().backward()
+    with jax_x64(True):
+        loss = lambda *xs: (qprecon.jax.solve(**dict(zip(names, xs, strict=True)), backend=backend, **EXACT) ** 3).sum()  # noqa: E731
+        found = jax.grad(loss, argnums=tuple(range(len(given))))(*map(jax.numpy.asarray, given))
+    for gradient, tensor in zip(found, tensors, strict=True):
+        np.testing.assert_allclose(gradient, tensor.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_jit_and_vmap_in_float32():
+    h, w, mask, *_ = (jax.numpy.asarray(x) for x in problem())
+    assert w.dtype == np.float32
+    hs, ws = jax.numpy.stack([h, 2 * h]), jax.numpy.stack([w, w + 1])
+    solve = lambda h, w: qprecon.jax.solve(h, w, mask, damping=0.1)  # noqa: E731
+    grad = jax.grad(lambda w, h: (solve(h, w) ** 2).sum())
+    found, gradients = jax.jit(jax.vmap(solve))(hs, ws), jax.jit(jax.vmap(grad))(ws, hs)
+    assert found.dtype == gradients.dtype == np.float32
+    for index in range(2):
+        np.testing.assert_allclose(found[index], solve(hs[index], ws[index]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(gradients[index], grad(ws[index], hs[index]), rtol=1e-4, atol=1e-5)
+    expected = qprecon.solve(*problem()[:3], damping=0.1, tol=1e-12).weights
+    np.testing.assert_allclose(solve(h, w), expected, atol=0.02)
+
+
+def test_what_is_refused():
+    h, w, mask, *_ = problem()
+    with pytest.raises(ValueError, match="mpax"):
+        qprecon.jax.solve(h, w, mask, "mpax")
+    with pytest.raises(Exception, match="damping"):
+        qprecon.jax.solve(h, w, mask, damping=-1.0)

@@ -1,0 +1,163 @@
+"""`prune_model(quantize=…)`: transformers loads what was audited, as it is, from memory and from disk to disk."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from qprecon.llm import prune_model
+from qprecon.llm.reporting.report import PruneReport
+from tests.llm.families import build, tokens
+
+pytest.importorskip("compressed_tensors")
+
+GRIDS = (("int8", None), ("int4", 16), ("int3", 16), ("fp8", None), ("nvfp4", None))
+
+
+def loaded(folder, **more):
+    """The model of a folder as transformers reads it, its weights unpacked; nothing missing, nothing left over."""
+    model, about = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **more)
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        model(torch.arange(7)[None])  # the first forward unpacks
+    return model
+
+
+def weights_of(model, names):
+    return {name: model.get_submodule(name).weight.detach().clone() for name in names}
+
+
+def skip_what_is_not_read(quantize, dtype):
+    if quantize in ("nvfp4", "mxfp4") and dtype != torch.bfloat16:
+        pytest.skip("read as bfloat16 only")
+    if quantize == "nvfp4" and transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 makes another shape of its scale")
+
+
+@pytest.mark.parametrize("pattern", ["50%", "2:4", "0%"])
+@pytest.mark.parametrize(("quantize", "group_size"), GRIDS)
+def test_a_model_in_memory_and_its_files(quantize, group_size, pattern, tmp_path):
+    """The files hold, bit for bit, what the model holds that was pruned; zeros where the masks have them."""
+    skip_what_is_not_read(quantize, torch.bfloat16)
+    model = build("llama").to(torch.bfloat16)
+    report = prune_model(
+        model, tokens(6), out=tmp_path / "out", quantize=quantize, group_size=group_size, pattern=pattern, save_masks=True,
+        progress=False,
+    )  # fmt: skip
+    names = [row.name for row in report.layers]
+    own = weights_of(model, names)
+    read = loaded(tmp_path / "out")
+    for name, weight in weights_of(read, names).items():
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, own[name]), name
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        held = set(file.keys())
+    assert not any(f"{name}.weight" in held for name in names) or quantize == "fp8"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == "compressed-tensors"
+    for row in report.layers:
+        assert row.bits is not None and row.bits < 9 and row.reached_sparsity >= row.requested_sparsity
+        assert row.stored_gap is not None and (pattern == "0%" or 0 < row.stored_gap < 2)
+    assert PruneReport.load(tmp_path / "out").layers[0].bits == report.layers[0].bits
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama-tied"])
+@pytest.mark.parametrize(("quantize", "group_size"), [("int4", 16), ("fp8", None)])
+def test_from_disk_to_disk_it_writes_what_it_writes_from_memory(family, quantize, group_size, tmp_path):
+    build(family).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    settings = {"quantize": quantize, "group_size": group_size, "progress": False}
+    report = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "streamed", **settings)
+    assert report.settings["streamed"] is True and report.settings["quantize"] == quantize
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype="auto")  # its buffers are not rounded to bfloat16
+    prune_model(model, tokens(6), **settings)
+    names = [row.name for row in report.layers]
+    own = weights_of(model, names)
+    for name, weight in weights_of(loaded(tmp_path / "streamed"), names).items():
+        assert torch.equal(weight, own[name]), name
+
+
+def test_an_interrupted_run_goes_on_with_what_it_wrote(tmp_path, monkeypatch):
+    """Finished blocks are unpacked from the run's own files, and the result is that of an uninterrupted run."""
+    from qprecon.llm.storage import sources
+
+    model = build("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    settings = {"quantize": "int4", "group_size": 16, "progress": False, "order": True}
+    whole = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "whole", **settings)
+    finish, calls = sources.DiskBlocks.finish, []
+
+    def stop_at_the_third(self, *arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        finish(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources.DiskBlocks, "finish", stop_at_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
+    report = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
+    assert any("continued after 2 of 3 blocks" in note for note in report.warnings)
+    names = [row.name for row in whole.layers]
+    want, found = (weights_of(loaded(tmp_path / name), names) for name in ("whole", "out"))
+    assert all(torch.equal(want[name], found[name]) for name in names)
+
+
+def test_what_cannot_be_quantized_is_named_before_the_run(tmp_path):
+    model, windows = build("llama"), tokens(6)
+    for settings, word in (
+        ({"quantize": "int4"}, r"layers\.0\.self_attn\.q_proj.*128.*32.*group_size=16"),
+        ({"quantize": "nvfp4"}, "nvfp4.*bfloat16"),
+        ({"quantize": "int5"}, "int5"),
+        ({"quantize": "nvfp4", "group_size": 32}, "group_size"),
+        ({"group_size": 16}, "group_size.*quantize"),
+        ({"quantize": "int8", "solve_options": {"lower": -1.0}}, "lower"),
+        ({"quantize": "int8", "refine": "block"}, "refine"),
+        ({"rounding": "best"}, "rounding"),
+        ({"rounding_options": {"passes": 3}}, "passes"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            prune_model(model, windows, progress=False, **settings)
+    with pytest.raises(ValueError, match=r"h\.0\..*Conv1D"):
+        prune_model(build("gpt2"), windows, out=tmp_path / "out", quantize="int8", progress=False)
+
+
+@pytest.mark.parametrize("rounding", ["sweep", "descent", "gptq", "gptq-start", "nearest"])
+def test_every_rounding_stores_values_of_the_grid(rounding):
+    """At most 16 values of an output's weights in a group, and no more cost than nearest values."""
+    errors = {}
+    for name in (rounding, "nearest"):
+        model = build("llama")
+        report = prune_model(model, tokens(6), quantize="int4", group_size=16, rounding=name, progress=False, update="none")
+        errors[name] = report.layers[0].error_stored
+    for row in report.layers:
+        groups = model.get_submodule(row.name).weight.detach().reshape(row.n_outputs, -1, 16)
+        assert all(len(group.unique()) <= 16 for output in groups for group in output)
+    if rounding in ("sweep", "descent"):
+        assert errors[rounding] < errors["nearest"]
+
+
+def test_qprecon_eval_reads_it(tmp_path, capsys):
+    """Perplexity of the files, in float32, which eval takes on a CPU, is that of the weights in them."""
+    from qprecon.cli import main
+    from qprecon.llm import perplexity
+    from qprecon.llm.calibration.texts import load_texts
+    from tests.llm.toy_text import toy_llama, toy_tokenizer, words
+
+    (tmp_path / "text.txt").write_text(words(400, 3), encoding="utf-8")
+    toy_llama(positions=128).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    toy_tokenizer().save_pretrained(tmp_path / "dense")
+    common = ["prune", str(tmp_path / "dense"), str(tmp_path / "out"), "--calib", str(tmp_path / "text.txt"), "--quiet"]
+    assert main([*common, "--seqlen", "32", "--nsamples", "4", "--quantize", "int4", "--group-size", "16"]) == 0
+    assert main(["eval", str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--seqlen", "32", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    read, model = loaded(tmp_path / "out"), toy_llama(positions=128)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read.get_parameter(name))
+    want = perplexity(model, load_texts(str(tmp_path / "text.txt")), tokenizer=toy_tokenizer(), seqlen=32)
+    found = float(shown.split("perplexity ")[1].split()[0])
+    assert found == pytest.approx(want.value, rel=0.01)  # a float32 model has unit · scale without the rounding to bfloat16
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "int4" in card and "5 bits" in card

@@ -1,0 +1,49 @@
+"""Small groups of Gloo processes for tests: forked from the test's own process, so that torch is imported already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+FORKS = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_available()
+needs_forks = pytest.mark.skipif(not FORKS, reason="needs processes that are forked, which CUDA does not survive")
+
+
+def run(size, work, *arguments, timeout=30.0, patience=50.0):
+    """`work(rank, *arguments)` in each of `size` processes of one group; for each what it returned or raised, None if it died.
+
+    The store is this process's, as it is the launcher's under torchrun. Who has not ended after `patience` seconds is killed.
+    """
+    context = multiprocessing.get_context("fork")
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_one, args=(folder, store.port, rank, size, timeout, work, arguments)) for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(patience)
+            process.kill()
+        found = [Path(folder) / f"{rank}" for rank in range(size)]
+        return [torch.load(path, weights_only=False) if path.is_file() else None for path in found]
+
+
+def _one(folder, port, rank, size, timeout, work, arguments):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    try:
+        result = work(rank, *arguments)
+    except Exception as error:
+        result = error.with_traceback(None)
+    torch.save(result, f"{folder}/part {rank}")
+    os.replace(f"{folder}/part {rank}", f"{folder}/{rank}")
+    os._exit(0)

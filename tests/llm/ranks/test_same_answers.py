@@ -1,0 +1,159 @@
+"""Two and three processes against one: the same masks, the same weights but for the order of sums, the same report."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qprecon.llm import PruneReport, prune_model
+from qprecon.llm.pruning import dealt
+from qprecon.llm.statistics import collect
+from tests.llm.families import build, tokens
+from tests.llm.ranks.processes import needs_forks, run
+from tests.llm.storage.test_streaming import saved, weights
+
+pytestmark = needs_forks
+TARGETS = {"order": True, "drift": 0.5, "token_weights": 0.5}
+
+
+def in_memory(rank, family, windows, settings):
+    torch.manual_seed(rank)  # nothing may depend on a rank's own random numbers
+    model = build(family)
+    report = prune_model(model, windows, progress=False, device="cpu", **({"backend": "cholesky"} | settings))
+    return model.state_dict(), report
+
+
+def on_disk(rank, folder, out, windows, settings):
+    return prune_model(folder, windows, out=out, progress=False, device="cpu", **({"backend": "cholesky"} | settings))
+
+
+def check_alike(found, expected, tolerance=2e-5):
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name] == 0, weight == 0), name
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=tolerance, msg=name)
+
+
+def check_rows(found, expected):
+    """What does not depend on the clock."""
+    assert [row.name for row in found.layers] == [row.name for row in expected.layers]
+    for mine, other in zip(found.layers, expected.layers, strict=True):
+        same = ("n_inputs", "n_outputs", "pattern", "zeros", "tokens", "note", "requested_sparsity", "reached_sparsity", "backend")
+        assert [getattr(mine, name) for name in same] == [getattr(other, name) for name in same]
+        for name in ("error_masked", "error_updated", "error_stored"):
+            assert getattr(mine, name) == pytest.approx(getattr(other, name), rel=1e-4, abs=1e-9)
+        assert mine.uncertified == other.uncertified and mine.fallbacks == other.fallbacks
+        assert (mine.relative_gap is None) == (other.relative_gap is None)
+    assert found.largest_gap is None or found.largest_gap <= max(expected.largest_gap, 1e-4)
+    assert (found.sparsity, found.model_sparsity, found.parameters) == (
+        expected.sparsity, expected.model_sparsity, expected.parameters,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "size", "n", "settings"), [
+    ("llama", 2, 6, {}),
+    ("llama", 3, 7, TARGETS),
+    ("llama", 3, 2, TARGETS),  # fewer windows than ranks
+    ("qwen2-moe", 2, 6, TARGETS),
+    ("qwen2-moe", 3, 1, {}),
+    ("mixtral", 3, 5, {}),
+    ("gpt2", 2, 3, {}),
+    ("llama", 2, 4, {"mask": "alps"}),
+    ("llama", 2, 4, {"order": True, "drift": "auto", "residual": 0.5}),
+    ("llama", 3, 3, {"mask": "magnitude", "mask_options": {"group": "layer"}, "update": "none"}),
+    ("llama", 2, 4, {"mask": "sparsegpt", "pattern": "2:4", "update": "own"}),
+    ("llama", 2, 4, {"mask": "thanos"}),
+    ("llama", 2, 4, {"allocation": "owl"}),
+    ("llama", 2, 4, {"allocation": "loss"}),
+    ("llama", 2, 4, {"propagate": "dense", "targets": "mlp"}),
+    ("llama", 2, 4, {"preset": "balanced"}),
+])  # fmt: skip
+def test_as_one_process(family, size, n, settings):
+    windows = tokens(n)
+    expected, report = in_memory(0, family, windows, settings)
+    found = run(size, in_memory, family, windows, settings)
+    assert all(isinstance(each, tuple) for each in found), found
+    check_alike(found[0][0], expected)
+    for weights_of, reported in found:  # every rank has the same model, and the same report
+        assert all(torch.equal(weights_of[name], found[0][0][name]) for name in expected)
+        assert reported == found[0][1]
+        check_rows(reported, report)
+    assert reported.world_size == size == len(reported.ranks)
+    assert sum(facts["windows"] for facts in reported.ranks) == n
+    assert {facts["rank"] for facts in reported.ranks} == set(range(size))
+    assert all(facts["bytes_broadcast"] > 0 and facts["phase_seconds"] for facts in reported.ranks)
+
+
+@pytest.mark.parametrize(("family", "settings"), [("llama", TARGETS), ("qwen2-moe", {"backend": "pcg"} | TARGETS)])
+def test_in_a_fixed_order_the_same_bits(family, settings, monkeypatch):
+    monkeypatch.setattr(dealt, "_ENTRIES", 32 * 16)  # several chunks of 16 columns in a layer
+    settings = {"fixed_order": True} | settings
+    windows = [*tokens(3, 32), *tokens(2, 20), tokens(1, 9)[0]]
+    expected, report = in_memory(0, family, windows, settings)
+    for size in (2, 3):
+        found, reported = run(size, in_memory, family, windows, settings)[-1]
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+        assert [row.error_stored for row in reported.layers] == pytest.approx([row.error_stored for row in report.layers], rel=1e-9)
+
+
+def test_whichever_ranks_see_layers_part_ways(monkeypatch):
+    """A block that hands q, k and v one tensor in some samples and copies in others: they have matrices of their own then."""
+    real, calls = collect.identity, []
+
+    def identity(x):
+        calls.append(x.shape)
+        return (len(calls), *real(x)) if x.shape[1] == 20 else real(x)
+
+    monkeypatch.setattr(collect, "identity", identity)
+    windows = [*tokens(2, 32), *tokens(2, 20)]
+    expected, report = in_memory(0, "llama", windows, {})
+    found, reported = run(2, in_memory, "llama", windows, {})[0]
+    check_alike(found, expected)
+    check_rows(reported, report)
+
+
+@pytest.mark.parametrize(("family", "size", "settings"), [
+    ("llama-tied", 2, {"save_masks": True}), ("llama", 3, TARGETS), ("qwen2-moe", 2, {"save_masks": True}),
+])  # fmt: skip
+def test_from_disk_to_disk(family, size, settings, tmp_path):
+    folder = saved(tmp_path / "dense", family, torch.float32)
+    report = on_disk(0, folder, tmp_path / "one", tokens(5), settings)
+    found = run(size, on_disk, folder, tmp_path / "many", tokens(5), settings)
+    assert all(isinstance(each, PruneReport) for each in found), found
+    check_alike(weights(tmp_path / "many"), weights(tmp_path / "one"))
+    check_rows(found[0], report)
+    listed = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "many")]
+    assert listed[0] == listed[1] and sorted(path.name for path in tmp_path.iterdir()) == ["dense", "many", "one"]
+    written = PruneReport.load(tmp_path / "many")
+    assert (written.world_size, len(written.ranks)) == (size, size)
+    if settings.get("save_masks"):
+        one, many = (np.load(tmp_path / name / "masks.npz") for name in ("one", "many"))
+        assert one.files == many.files and all(np.array_equal(one[name], many[name]) for name in one.files)
+
+
+
+@pytest.mark.parametrize("settings", [{"quantize": "int4", "group_size": 16}, {"quantize": "nvfp4"}])
+def test_low_bit_weights(settings, tmp_path):
+    """Where two values of the grid are as good either may be taken, so errors and scales are compared."""
+    pytest.importorskip("compressed_tensors")
+    folder = saved(tmp_path / "dense", "llama", torch.bfloat16)
+    settings = settings | {"mask": "magnitude", "targets": "layers.0"}
+    report = on_disk(0, folder, tmp_path / "one", tokens(4), settings)
+    found = run(2, on_disk, folder, tmp_path / "many", tokens(4), settings)
+    assert all(isinstance(each, PruneReport) for each in found), found
+    for mine, other in zip(found[0].layers, report.layers, strict=True):
+        assert mine.error_stored == pytest.approx(other.error_stored, rel=0.02) and mine.bits == other.bits
+        assert mine.stored_gap == pytest.approx(other.stored_gap, rel=0.02)
+    one, many = ({k: v for f in (tmp_path / n).glob("*.safetensors") for k, v in load_file(f).items()} for n in ("one", "many"))
+    assert one.keys() == many.keys() and any("scale" in name for name in one)
+    for name in one:
+        if "scale" in name:
+            torch.testing.assert_close(one[name].float(), many[name].float(), rtol=0.3, atol=0)
+            assert torch.isclose(one[name].float(), many[name].float(), rtol=1e-4).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("settings", [{"order": True, "refine": "block"}, {"mask": "proxsparse", "pattern": "2:4"}])
+def test_what_takes_one_process_is_refused(settings):
+    found = run(2, in_memory, "llama", tokens(2), settings)
+    assert any(isinstance(each, ValueError) for each in found)
+    assert all("takes one process" in str(each) for each in found)
