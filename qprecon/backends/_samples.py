@@ -29,8 +29,8 @@ LARGEST_SHARE = 0.6
 _OVERSAMPLING = 8
 _SHIFTS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # of H's diagonal, in units of its rounding
 _LIMIT = 200  # iterations
-_ROUNDS = 2
-_ENOUGH = 3.0  # times the tolerance: a first call asks for a quarter of what is needed, and A is more than λI
+_ENOUGH = (3.0, 30.0, 300.0)
+"""Times the tolerance, after each round: A is more than λI, so that this estimate of the gap is too large, and the audit decides."""
 STALLED = "stalled"
 _CHECK_EVERY = {"cpu": 1, "cuda": 3}
 
@@ -106,8 +106,8 @@ class Scaled:
 
 
 def fits(samples: int | None, mask_NK: Array, ridge: float) -> bool:
-    """Whether these columns have few enough samples for the inputs that they keep. Waits for a GPU."""
-    if samples is None or not ridge > 0.0 or 0 in mask_NK.shape:
+    """Whether these columns have few enough samples for the inputs that they keep. Waits for a GPU only where they may."""
+    if samples is None or not ridge > 0.0 or 0 in mask_NK.shape or samples > LARGEST_SHARE * mask_NK.shape[0]:
         return False
     return samples <= LARGEST_SHARE * kept_share(mask_NK) * mask_NK.shape[0]
 
@@ -129,21 +129,24 @@ def solve(hessian_NN: Array, space: SampleSpace, chunk: Chunk) -> RawColumns | N
     mask_NK, limit = cast(chunk.mask_NK, dtype), chunk.max_iterations or _LIMIT
     change_NK, residual_NK = chunk.weights_NK - chunk.start_NK, chunk.residual_NK * mask_NK
     least_K = ((change_NK * (1 - mask_NK)) ** 2).sum(0) * space.ridge  # f has this of the pruned weights in any case
-    word, iterations = "iteration_limit", 0
+    word, iterations, before_K = "iteration_limit", 0, None
     wanted_rK, direct_NK = scaled.right_side(change_NK, residual_NK, mask_NK)
-    for round_ in range(_ROUNDS):
+    for enough in _ENOUGH:
         run = _conjugate_gradients(scaled, mask_NK, wanted_rK, least_K, chunk, limit - iterations)
         change_NK = change_NK - direct_NK - mask_NK * (scaled.factor_Nr @ run.y_rK)
         least_K, word, iterations = run.best_K, run.word, iterations + run.iterations
         if word != "converged":
+            word = STALLED if word == "iteration_limit" and chunk.max_iterations is None else word
             break
         residual_NK = mask_NK * (hessian_NN @ change_NK)  # F lacks what rounding made of H
         gap_K = (residual_NK * residual_NK).sum(0) / space.ridge
-        if bool((gap_K <= _ENOUGH * chunk.tolerance * run.best_K).all()):
+        enough_K = gap_K <= enough * chunk.tolerance * run.best_K
+        if bool(enough_K.all()) or iterations >= limit:
             break
-        if round_ + 1 == _ROUNDS or iterations >= limit:
+        if before_K is not None and bool((~enough_K & (gap_K > before_K / 2)).any()):
             word = STALLED
             break
+        before_K = gap_K
         direct_NK = residual_NK / space.ridge
         wanted_rK = -(scaled.factor_Nr.T @ direct_NK)
     answer_NK = mask_NK * (chunk.weights_NK - change_NK)
