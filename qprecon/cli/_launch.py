@@ -41,9 +41,10 @@ def launched(device: str | None, timeout: float) -> Iterator[None]:
     from qprecon.llm.ranks.group import joined
 
     cuda = torch.cuda.is_available() and not str(device).startswith("cpu")
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     # Longer than ranks wait for each other: NCCL would end the process without a word of which rank is missing.
-    distributed.init_process_group(backend, timeout=timedelta(seconds=2 * timeout + 60))
+    distributed.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=2 * timeout + 60))
     with joined(timeout):
         yield
         distributed.barrier()  # nobody looks for the launcher's store any more

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.mixture import described
+from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
 from qprecon.llm.lowbit.grid import check_grid, grid_of
 from qprecon.llm.model.devices import on_its_device
@@ -133,6 +134,7 @@ def _pruned(
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
         check_grid(method, [layer.view for layers in plan.layers for layer in layers], written=out is not None)
+        check_adapters(method.adapter_rank, [layer.view for layers in plan.layers for layer in layers], found.model)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
         folder = None if found.shards is None else found.shards.folder
         if out is not None and ranks.first:
@@ -194,17 +196,22 @@ def _save(
 
 
 def _packing(source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method) -> Pack | None:
-    """What makes the written folder one of low-bit weights; blocks from disk to disk are packed already."""
-    if method.quantize == "none":
+    """What makes the written folder one of low-bit weights, and adds adapters; blocks from disk to disk are packed already."""
+    if method.quantize == "none" and not method.adapter_rank:
         return None
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if isinstance(source, MemoryBlocks):
-        return lambda folder: pack_folder(folder, source.scales, linears)
-    names = [row.name for row in report.layers]
-    weight = model.get_submodule(names[0]).weight
-    assert isinstance(weight, torch.Tensor)
-    grid = grid_of(method, weight.dtype)
-    assert grid is not None
-    return lambda folder: write_configuration(folder, configuration(grid, names, linears))
 
+    def pack(folder: Path) -> None:
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        if method.quantize != "none" and isinstance(source, MemoryBlocks):
+            pack_folder(folder, source.scales, linears)
+        elif method.quantize != "none":
+            names = [row.name for row in report.layers]
+            weight = model.get_submodule(names[0]).weight
+            assert isinstance(weight, torch.Tensor)
+            grid = grid_of(method, weight.dtype)
+            assert grid is not None
+            write_configuration(folder, configuration(grid, names, linears))
+        if method.adapter_rank:
+            write_adapter(folder, adapters_of(model), method.adapter_rank)
 
+    return pack

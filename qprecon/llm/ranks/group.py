@@ -101,7 +101,7 @@ class Ranks:
                         if now - started > self.meeting.timeout:
                             raise TimeoutError(f"no end after {self.meeting.timeout:g} s")
                     time.sleep(pause)
-                    pause = min(2 * pause, 1e-3)
+                    pause = min(2 * pause, 2e-4)
                 work.wait()
         except RankError:
             raise

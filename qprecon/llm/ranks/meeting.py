@@ -21,8 +21,8 @@ from torch import distributed
 from qprecon.errors import RankError
 
 _FAILED = "failed"  # the key of what the first rank that failed says
-_SHORTEST, _LONGEST = 2e-4, 2e-2  # seconds between two looks at the store
-_LOOK = 0.5  # seconds between two looks for signs of life
+_SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds between two looks at the store
+_LOOK = 0.1  # seconds between two looks for failures and signs of life
 _LEAVING = 2.0  # seconds in which ranks answer the last roll call
 
 
@@ -110,9 +110,9 @@ class Meeting:
     def _wait_for(self, ranks: Sequence[int]) -> None:
         deadline, looked, pause = time.monotonic() + self.timeout, time.monotonic(), _SHORTEST
         while not self.store.check([self._key(rank) for rank in ranks]):
-            self.check()
             if (now := time.monotonic()) - looked > min(_LOOK, self.timeout / 10):
                 looked = now
+                self.check()
                 if self._signs_of_life(ranks):
                     deadline = now + self.timeout
             if now > deadline:
