@@ -89,7 +89,8 @@ def test_odd_columns_and_matrices():
 def test_limits_are_kept():
     h_NN, w_NK, mask_NK = layer(40)
     prepared = qprecon.prepare(h_NN, damping=1e-6, samples=40)
-    assert (prepared.solve(w_NK, mask_NK, "pcg", tol=1e-10, dtype="float64", max_iterations=2).status == Status.ITERATION_LIMIT).any()
+    solution = prepared.solve(w_NK, mask_NK, "pcg", tol=1e-10, dtype="float64", max_iterations=2)
+    assert (solution.status == Status.ITERATION_LIMIT).any()
 
 
 @pytest.mark.parametrize("samples", [-1, 2.5, "many", True])
