@@ -30,7 +30,7 @@ _OVERSAMPLING = 8
 _SHIFTS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # of H's diagonal, in units of its rounding
 _LIMIT = 200  # iterations
 _ENOUGH = (3.0, 30.0, 300.0)
-"""Times the tolerance, after each round: A is more than λI, so that this estimate of the gap is too large, and the audit decides."""
+"""Times the tolerance, after each round. A is more than λI, so that this estimate of the gap is too large; the audit decides."""
 STALLED = "stalled"
 _CHECK_EVERY = {"cpu": 1, "cuda": 3}
 
