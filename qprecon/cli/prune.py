@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from qprecon.llm.settings.options import options
-from qprecon.llm.settings.recipe import Run
+from qprecon.llm.settings.run import Run
 
 from ._flags import add_options, given
 from ._launch import is_silent, launched
