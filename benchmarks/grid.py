@@ -28,6 +28,7 @@ from benchmarks.paper import Results
 from benchmarks.quality import EVALUATION, NAMES, Bench, _wait, card, result
 from qprecon.grids import find_grid
 from qprecon.llm import prune_model
+from qprecon.llm.lowbit.adapter import remove_adapters
 from qprecon.llm.model.loading import choose_device, load_causal_lm
 
 
@@ -42,6 +43,7 @@ def identity(bench: Bench, case: GridCase) -> dict:
 
 
 def measure(bench: Bench, case: GridCase) -> dict:
+    remove_adapters(bench.model)
     bench.restore()
     windows = bench.calibration(case)
     started = time.perf_counter()

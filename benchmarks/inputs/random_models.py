@@ -37,6 +37,7 @@ def _gemma2_2b():
 
 
 SHAPES = {
+    "llama-3.1-70b": lambda: _llama(8192, 28672, 80, 64, 128, False, 8.0),
     "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32, 128, False, 8.0),
     "llama-3.2-3b": lambda: _llama(3072, 8192, 28, 24, 128, True, 32.0),
     "llama-3.2-1b": lambda: _llama(2048, 8192, 16, 32, 64, True, 32.0),

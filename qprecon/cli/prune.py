@@ -6,7 +6,7 @@ import argparse
 
 from qprecon.files import one_line
 from qprecon.llm.settings.options import options
-from qprecon.llm.settings.recipe import Run
+from qprecon.llm.settings.run import Run
 from qprecon.memory import out_of_memory
 
 from ._flags import add_options, given

@@ -21,10 +21,14 @@ def test_rows_of_every_method(common):
     arguments, out = common
     cases = [f"50%:int4:{method}" for method in ("ours", "gptq", "gptq-start", "rounding", "sparsegpt+gptq", "slim")]
     cases += ["50%:bf16", "dense:int4:ours", "50%:int8", "50%:fp8", "2:4:int4:ours:best", "2:4:int4:slim:fast:rank2@c4"]
+    cases += ["2:4:int4:ours:fast", "2:4:int4:ours:fast:rank2", "2:4:int4:rounding:fast"]
     assert grid.main([*arguments, "--group", "16", "--cases", *cases]) == 0
     text = (out / "grid_toy.json").read_text()
-    rows = {(row["pattern"], row["grid"], row["method"], row["rank"]): row for row in json.loads(text)}
-    assert len(rows) == len(cases)
+    rows = {(row["pattern"], row["grid"], row["method"], row["rank"]): row for row in json.loads(text) if row["preset"] != "best"}
+    assert len(rows) == len(cases) - 1
+    with_rank, without = rows["2:4", "int4", "ours", 2], rows["2:4", "int4", "ours", 0]
+    assert with_rank["error_stored"] < without["error_stored"] and with_rank["bits_per_weight"] > without["bits_per_weight"]
+    assert rows["2:4", "int4", "rounding", 0]["error_stored"] > without["error_stored"]  # the adapters are off again
     costs = {method: rows["50%", "int4", method, 0]["error_stored"] for method in ("ours", "gptq", "gptq-start", "rounding")}
     assert costs["ours"] == min(costs.values()) and len(set(costs.values())) == 4
     ours = rows["50%", "int4", "ours", 0]

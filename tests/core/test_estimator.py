@@ -53,11 +53,17 @@ def test_bounds():
     assert (model.coef_ >= 0.0).all()
 
 
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy, list])
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy, list, "jax"])
 def test_batches_and_kinds_of_arrays(kind):
     """The same coefficients from batches, and arrays of the kind that was given."""
     x, y, mask, _ = data()
     expected = qprecon.fit(x, y, mask)
+    if kind == "jax":  # without its x64 switch in float32
+        kind = pytest.importorskip("jax").numpy.asarray
+        found = qprecon.fit(kind(x), kind(y), mask)
+        assert type(found.coef_) is type(found.predict(kind(x))) is type(kind(x))
+        np.testing.assert_allclose(found.coef_, expected.coef_, atol=1e-3)
+        return
     if kind is list:
         found = qprecon.fit(((x[i : i + 30], y[i : i + 30]) for i in range(0, 200, 30)), mask=mask)
     else:

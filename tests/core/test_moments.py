@@ -6,6 +6,10 @@ import torch
 
 import qprecon
 from qprecon import moments, sums
+from qprecon.interop import to_numpy
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+KINDS = [np.asarray, torch.from_numpy, pytest.param(lambda a: torch.from_numpy(a).cuda(), id="cuda", marks=GPU)]
 
 
 def data(rows=300, n=13, k=3, mean=0.0, seed=0):
@@ -24,12 +28,12 @@ def exact(x, y, s, center):
 def off(found, expected):
     """The largest errors of the three, relative to the largest entry of each."""
     parts = (found.H, found.rhs, found.constant)
-    return max(float(abs(np.asarray(a) - b).max() / abs(b).max()) for a, b in zip(parts, expected, strict=True))
+    return max(float(abs(to_numpy(a) - b).max() / abs(b).max()) for a, b in zip(parts, expected, strict=True))
 
 
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 7, 300])
 def test_sums_are_those_of_all_rows(center, weighted, kind, size):
     x, y, s = data()
@@ -41,8 +45,8 @@ def test_sums_are_those_of_all_rows(center, weighted, kind, size):
     assert type(found.H) is type(batches[0][0]) and (found.H == found.H.T).all()
     if center:
         mean = np.average(x, axis=0, weights=s if weighted else None)
-        np.testing.assert_allclose(found.x_mean, mean, atol=1e-13)
-        np.testing.assert_allclose(found.y_mean, np.average(y, axis=0, weights=s if weighted else None), atol=1e-13)
+        np.testing.assert_allclose(to_numpy(found.x_mean), mean, atol=1e-13)
+        np.testing.assert_allclose(to_numpy(found.y_mean), np.average(y, axis=0, weights=s if weighted else None), atol=1e-13)
     else:
         assert found.x_mean is None and found.y_mean is None
 
@@ -75,13 +79,24 @@ def test_memmaps_of_any_dtype(dtype, tmp_path):
     np.testing.assert_allclose(found.H, (wide.T @ wide).astype(np.float64), rtol=1e-13)
 
 
-@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_shapes_and_float32(kind):
     x, y, _ = data()
     found = qprecon.gram(kind(x.reshape(5, 60, 13)), kind(y.reshape(5, 60, 3)), dtype="float32")
     assert str(found.H.dtype).endswith("float32") and off(found, exact(x, y, np.ones(300), False)) < 1e-5
     one = qprecon.gram(kind(x), kind(y[:, 0]))
     assert one.rhs.shape == (13, 1) and one.constant.shape == (1,)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_in_float32(device, dtype):
+    """Products are exact in float32, so that only sums round; a GPU's tensor cores cut them off (`hessian.ENTRY`)."""
+    x = torch.from_numpy(data(rows=5000)[0]).to(dtype)
+    found, wide = to_numpy(qprecon.gram(x.to(device), dtype="float32").H), x.double().numpy()
+    expected = wide.T @ wide
+    scale = np.sqrt(np.outer(expected.diagonal(), expected.diagonal()))
+    assert (abs(found - expected) / scale).max() < 128 * 2.0**-24
 
 
 def test_jax_arrays():

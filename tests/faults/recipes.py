@@ -32,7 +32,8 @@ VALID: dict[str, list[Any]] = {
 }  # fmt: skip
 STRANGE: list[Any] = [
     None, True, -1, 0, 1.5, 10**400, -0.0, 1e-320, float("nan"), float("inf"), "", " ", "many", "0,5", "50 %", "2:4:8", "4:2",
-    "nan", [], [[]], {}, {"a": {"b": 1}}, [1, "x", None], "\u0000", "é" * 40, "x" * 3000, "re:(", "re:[", "/", "..", "None", "2026-01-01",
+    "nan", [], [[]], {}, {"a": {"b": 1}}, [1, "x", None], "\u0000", "é" * 40, "x" * 3000, "re:(", "re:[", "/", "..", "None",
+    "2026-01-01",
 ]  # fmt: skip
 BOMBS = {
     "aliases": "a: &a [x, x, x, x, x, x, x, x, x]\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -76,11 +76,28 @@ class BlockInputs:
         return True
 
 
+ADAPTER = ("adapter_left", "adapter_right")  # buffers of a low-rank part beside a module's weight
+
+
+@contextmanager
+def without_adapters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, these modules compute with their weights alone."""
+    beside = [(module, name, module._buffers[name]) for module in modules for name in ADAPTER if name in module._buffers]
+    try:
+        for module, name, _ in beside:
+            module._buffers[name] = None
+        yield
+    finally:
+        for module, name, buffer in beside:
+            module._buffers[name] = buffer
+
+
 class DenseWeights:
     """Copies of the weights of some layers of a block, to run the block as it was while it is being pruned."""
 
     def __init__(self, views: Sequence[LinearView]):
         parameters = {id(view.parameter): view.parameter for view in views}.values()
+        self.modules = list({id(view.module): view.module for view in views}.values())
         self.kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
 
     @contextmanager
@@ -90,7 +107,8 @@ class DenseWeights:
         try:
             for parameter, dense in self.kept:
                 parameter.data = dense
-            yield
+            with without_adapters(self.modules):
+                yield
         finally:
             for (parameter, _), data in zip(self.kept, now, strict=True):
                 parameter.data = data

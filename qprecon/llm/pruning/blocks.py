@@ -13,6 +13,7 @@ from torch import nn
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.lowbit.adapter import keep_adapters, recall_adapters
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
 from qprecon.llm.pruning.dealt import prune_groups
@@ -62,7 +63,9 @@ def prune_blocks(
             plan = loss_plan(plan, gradients, rule) if isinstance(rule, ByLoss) else plan
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
-                if index >= source.finished:
+                if index < source.finished:
+                    recall_adapters(source, block.name, source.model)
+                else:
                     pruned: list[LayerPlan] = []
                     drafts: list[Draft] = []
                     for layers in _in_order(statistics, module, index, plan.layers[index]):
@@ -79,6 +82,7 @@ def prune_blocks(
                                 refinement.after(module, index, [layer.view for layer in layers])
                     rows += (new := finished_rows(pruned, drafts, ranks))
                     log.add_parts(draft.seconds for draft in drafts)
+                    keep_adapters(source, block.name, module)
                     source.finish(index, new, kept_masks(drafts, ranks), kept_scales(drafts, ranks))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.mixture import described
+from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
 from qprecon.llm.lowbit.grid import check_grid, grid_of
 from qprecon.llm.model.devices import on_its_device
@@ -22,7 +23,7 @@ from qprecon.llm.pruning.checks import check_choices, check_method, check_ranks,
 from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, companions_of, find_model, open_source
-from qprecon.llm.pruning.plan import calibration_samples, plan_layers
+from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, outcome
@@ -112,6 +113,7 @@ class _Where:
 def _pruned(
     model: Any, calibration: Any, recipe: Recipe, tokenizer: Any, where: _Where, log: RunLog, ranks: Ranks
 ) -> PruneReport:
+    """`prune_model` on one of the ranks."""
     out, device, store, save_masks = where.out, where.device, where.store, where.save_masks
     with log.phase("load"):
         if out is not None:
@@ -132,7 +134,8 @@ def _pruned(
             found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
-        check_grid(method, [layer.view for layers in plan.layers for layer in layers], written=out is not None)
+        check_grid(method, [layer.view for layers in plan.layers for layer in layers], found.model if out is not None else None)
+        check_adapters(method.adapter_rank, [layer.view for layers in plan.layers for layer in layers], found.model)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
         folder = None if found.shards is None else found.shards.folder
         if out is not None and ranks.first:
@@ -170,7 +173,7 @@ def _pruned(
             report = outcome(rows, source.zeros(rows), recorded, log, **facts)
             if out is not None:
                 with log.phase("save"):
-                    _save(source, found, report, out, save_masks, companions, log, method)
+                    _save(source, found, report, out, save_masks, companions, log, method, plan)
             return replace(report, phase_seconds=dict(log.seconds))
 
         return ranks.decided(finished)
@@ -180,9 +183,9 @@ def _pruned(
 
 def _save(
     source: MemoryBlocks | DiskBlocks, found: Found, report: PruneReport, out: Path, with_masks: bool, companions: Any,
-    log: RunLog, method: Method,
+    log: RunLog, method: Method, plan: Plan,
 ) -> None:  # fmt: skip
-    masks, pack = source.masks() if with_masks else None, _packing(source, found.model, report, method)
+    masks, pack = source.masks() if with_masks else None, _packing(source, found.model, report, method, plan)
     if isinstance(source, DiskBlocks):
         complete_folder(
             source.journal, source.entries(), found.model, found.files.folder, report, out, found.tokenizer, masks, companions, pack
@@ -193,18 +196,27 @@ def _save(
     tidy(out)
 
 
-def _packing(source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method) -> Pack | None:
-    """What makes the written folder one of low-bit weights; blocks from disk to disk are packed already."""
-    if method.quantize == "none":
+def _packing(
+    source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method, plan: Plan
+) -> Pack | None:
+    """What makes the written folder one of low-bit weights, and adds adapters; blocks from disk to disk are packed already."""
+    if method.quantize == "none" and not method.adapter_rank:
         return None
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if isinstance(source, MemoryBlocks):
-        return lambda folder: pack_folder(folder, source.scales, linears)
-    names = [row.name for row in report.layers]
-    weight = model.get_submodule(names[0]).weight
-    assert isinstance(weight, torch.Tensor)
-    grid = grid_of(method, weight.dtype)
-    assert grid is not None
-    return lambda folder: write_configuration(folder, configuration(grid, names, linears))
 
+    def pack(folder: Path) -> None:
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linears += [name for name, _ in plan.excluded]  # routers, which other readers have as linear layers
+        views = [layer.view for layers in plan.layers for layer in layers]
+        if method.quantize != "none" and isinstance(source, MemoryBlocks):
+            pack_folder(folder, source.scales, linears, views)
+        elif method.quantize != "none":
+            names = [row.name for row in report.layers]
+            weight = model.get_submodule(names[0]).weight
+            assert isinstance(weight, torch.Tensor)
+            grid = grid_of(method, weight.dtype)
+            assert grid is not None
+            write_configuration(folder, configuration(grid, names, linears))
+        if method.adapter_rank:
+            write_adapter(folder, adapters_of(model), method.adapter_rank)
 
+    return pack

@@ -86,13 +86,19 @@ def draft_rows(
     solution: qprecon.Solution | None,
     method: Method,
     stored: Stored,
-    note: str = "",
+    note: str,
+    asked_NK: torch.Tensor,
 ) -> list[Draft]:
-    """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K)."""
+    """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K).
+
+    asked_NK: the weights that were asked for, where the dense ones are what is left of them beside an adapter.
+    """
     dense_NK, mask_NK, new_NK, stored_NK = matrices
     energy = Energy(prepared.hessian.hessian_NN)
     narrow = all(part.view.parameter.dtype == torch.bfloat16 for part in parts)
-    figures = [energy(dense_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
+    figures = [energy(asked_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
+    if adapted := asked_NK is not dense_NK:
+        figures[1] = energy(asked_NK * ~mask_NK)
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
@@ -102,6 +108,8 @@ def draft_rows(
         facts["stored_costs"] = stored.costs(columns)
         if stored.fitted is not None:
             facts["bits"] = stored.fitted.grid.bits_per_weight(part.view.n_inputs)
+        if adapted:
+            facts["rank"] = min(method.adapter_rank, part.view.n_inputs, part.view.n_outputs)
         if method.mask == "given":
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
         bits = pack(mask_NK[:, columns]) if method.keep_masks else None
@@ -207,7 +215,8 @@ def _energies(
         bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
         masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
         new_K = undamped(solution.objective, new_NK - dense_NK)
-    same = stored_NK is new_NK or (solution is None and method.update != "own" and method.quantize == "none")
+    values_of_the_model = method.update != "own" and method.quantize == "none" and not method.adapter_rank
+    same = stored_NK is new_NK or (solution is None and values_of_the_model)
     return [masked_K, new_K, new_K if same else energy(stored_NK - dense_NK)]
 
 

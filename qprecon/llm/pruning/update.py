@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import qprecon
+from qprecon.llm.lowbit.adapter import Adapter, Attempt, alternated, attach
 from qprecon.llm.lowbit.rounding import on_their_grid
 from qprecon.llm.masks import LayerData, Selection, get_selector
 from qprecon.llm.masks.patterns import Pattern
@@ -76,7 +77,7 @@ def prune_parts(
     """Prune layers that share H, or some of their columns, in place. `prepared`: their H, where other parts need it too."""
     clock, last = [time.perf_counter()], prepared is None
     views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
-    prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping)
+    prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping, samples=tokens)
     taken = [part.taken for part in parts]
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
     if last:
@@ -84,18 +85,30 @@ def prune_parts(
     dense_NK, selection, note = choose_masks(parts, asked, prepared, tokens, method, grams.output_scales)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
-    new_NK, solution = rebuild(dense_NK, prepared, selection, method, idle=tokens == 0)
-    stored = on_their_grid(views, prepared, dense_NK, selection.mask_NK, new_NK, solution, method)
+    asked_NK, adapters = dense_NK, list[Adapter]()
+
+    def attempt(target_NK: torch.Tensor) -> Attempt:
+        new_NK, solution = rebuild(target_NK, prepared, selection, method, idle=tokens == 0)
+        return Attempt(new_NK, solution, on_their_grid(views, prepared, target_NK, selection.mask_NK, new_NK, solution, method))
+
+    if method.adapter_rank and tokens:
+        layers, dtype = [columns for _, columns in placed(parts)], views[0].parameter.dtype
+        dense_NK, found, adapters = alternated(prepared, asked_NK, layers, method.adapter_rank, dtype, attempt)
+    else:
+        found = attempt(asked_NK)
+    new_NK, solution, stored = found
     if last:
         prepared.release()
     for part, columns in placed(parts):
         part.view.write(stored.weights_NK[:, columns], part.taken)
+    for part, adapter in zip(parts, adapters, strict=False):
+        attach(part.view.module, adapter)
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
     exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
     stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
     matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
-    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, note)
+    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, note, asked_NK)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]

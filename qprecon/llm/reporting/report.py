@@ -32,7 +32,7 @@ class LayerRow:
 
     `stored_gap` bounds how much more the weights in the file cost (in the damped problem, all columns together) than the best
     real-valued weights of the mask, relative to what these cost at least; None where nothing was certified. `bits`: of a weight
-    that is stored in few, scales counted.
+    that is stored in few, scales counted; `rank`: of the layer's adapter, which errors then include.
 
     Layers that share a Gram matrix are solved together; their seconds are split by columns. `solve_seconds` (set-up included)
     and `audit_seconds` are parts of `update_seconds`.
@@ -63,6 +63,7 @@ class LayerRow:
     audit_seconds: float = 0.0
     stored_gap: float | None = None
     bits: float | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, repr=False)

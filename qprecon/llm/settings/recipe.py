@@ -1,7 +1,7 @@
 """The settings of a run: each option once, with its type, default, help, other names and limits.
 
-`Recipe` says what is done to the model, `Run` on what and where. Made from the two: the keywords of `prune_model`, the flags of
-`qprecon prune`, the keys of a recipe file, the settings in the report, and the table of docs/pruning.md. Neither torch nor
+`Recipe` says what is done to the model, `Run` (in `run`) on what and where. Made from the two: the keywords of `prune_model`, the
+flags of `qprecon prune`, the keys of a recipe file, the settings in the report, and the table of docs/pruning.md. Neither torch nor
 transformers is imported here, so that `qprecon prune --help` is quick.
 """
 
@@ -24,7 +24,6 @@ PROPAGATE = ("pruned", "dense")
 ALLOCATIONS = ("uniform", "owl", "loss")
 REFINE = ("none", "block", "halves")
 QUANTIZE = ("none", "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4")
-PROGRESS = ("bar", "json", "quiet")
 DEFAULT_SPARSITY = 0.5
 
 AMOUNT, WEIGHTS, CALIBRATION, LAYERS, RUN = "how much, and which weights", "kept weights", "calibration", "layers", "the run"
@@ -145,6 +144,12 @@ class Recipe:
         "options of sweep and descent: sweeps (passes of descent in a row), refits (of the scales), repeats (of the sweep)",
         BITS, flag="--rounding-option", metavar="KEY=VALUE",
     )  # fmt: skip
+    adapter_rank: int = option(
+        0,
+        "beside the weights of each layer a low-rank part of this rank, solved together with them; written as a PEFT adapter to "
+        "OUT/adapter",
+        BITS, least=0,
+    )  # fmt: skip
     nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
     seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
     seed: int = option(0, "of the choice of windows", CALIBRATION)
@@ -192,6 +197,9 @@ class Recipe:
                 raise ValueError("solve_options: weights on a grid know no bounds, so that lower and upper contradict quantize")
         elif self.group_size is not None:
             raise ValueError("group_size is of quantize: say which, for instance quantize='int4'")
+        for name, value in (("update", "own"), ("propagate", "dense")):
+            if self.adapter_rank and getattr(self, name) == value:
+                raise ValueError(f"adapter_rank: weights and adapter are solved in turn, so that {name}={value!r} contradicts it")
         made_options("rounding", Effort, {"method": self.rounding, **self.rounding_options})
 
     def _check_targets(self) -> None:
@@ -270,42 +278,6 @@ def grid_asked(quantize: str, group_size: int | None, scale_dtype: str = "float3
     """The grid of the options `quantize` and `group_size`; ValueError for a size that it does not have."""
     size: int | None | str = "default" if group_size is None else group_size or None
     return find_grid(quantize, group_size=size, scale_dtype=scale_dtype)
-
-
-@dataclass(frozen=True)
-class Run:
-    """On what, and where: what a command line or a file says beside a `Recipe`.
-
-    `prune_model` takes the same by keyword, and objects too (a model in memory, tokens).
-    """
-
-    model: str | None = option(None, "a model folder in the Hugging Face layout, or a hub name", RUN, flag="MODEL")
-    out: str | None = option(None, "where the pruned model and its report go", RUN, flag="OUT", aliases=("save_model",))
-    calibration: str | Sequence[str] | None = option(
-        None,
-        'calibration text: a file of text, of JSON or of a table with a "text" in each row, "builtin" (Python\'s own '
-        "documentation), or a name for the `datasets` library; several, with :SHARE of the windows behind their names, are mixed",
-        CALIBRATION, flag="--calib", aliases=("calib",), metavar="FILE|builtin|c4[:SHARE]", default="c4", repeated=True,
-    )  # fmt: skip
-    device: str | None = option(
-        None, "where blocks are computed, one at a time: cpu, cuda, cuda:1, …", RUN, default="auto, a GPU if there is one"
-    )
-    store: str | None = option(
-        None, "where activations are kept between blocks: a device, or cpu", RUN,
-        default="auto, the device if they take up to a third of its free memory",
-    )  # fmt: skip
-    progress: bool | str = option(
-        "bar", "on stderr: a bar, lines of JSON, or nothing (in Python True and False too)", RUN, choices=PROGRESS
-    )
-    resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
-    rank_timeout: float = option(
-        60.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
-        metavar="SECONDS",
-    )  # fmt: skip
-    save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
-
-    def __post_init__(self) -> None:
-        check_options(self, Run)
 
 
 def _plain_default(name: str) -> Any:

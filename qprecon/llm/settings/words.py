@@ -7,7 +7,8 @@ from typing import Any
 
 from qprecon.llm.settings.options import Option, nearest, options
 from qprecon.llm.settings.presets import OPTIONS_OF
-from qprecon.llm.settings.recipe import AMOUNT, LAYERS, Recipe, Run
+from qprecon.llm.settings.recipe import AMOUNT, LAYERS, Recipe
+from qprecon.llm.settings.run import Run
 
 # Words that a command line and a file may use, and what they stand for.
 SHORTHANDS = {

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
+from qprecon.llm.calibration.streams import BlockInputs, DenseWeights, without_adapters
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.block_grams import BlockGrams
@@ -166,7 +166,7 @@ class Statistics:
     def pass_finished(self, source: Source, index: int) -> None:
         """The dense stream through a block that an earlier run pruned, whose dense weights are the source's own."""
         if self.dense is not None:
-            with source.opened(index, dense=True) as block:
+            with source.opened(index, dense=True) as block, without_adapters(block.modules()):
                 self.dense.advance(block, index)
 
     def advance(self, block: nn.Module, index: int) -> None:

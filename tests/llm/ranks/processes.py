@@ -16,30 +16,40 @@ FORKS = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_
 needs_forks = pytest.mark.skipif(not FORKS, reason="needs processes that are forked, which CUDA does not survive")
 
 
-def run(size, work, *arguments, timeout=30.0, patience=50.0):
-    """`work(rank, *arguments)` in each of `size` processes of one group; for each what it returned or raised, None if it died.
+def run(size, work, *arguments, timeout=30.0, lost=()):
+    """`work(rank, *arguments)` in each of `size` processes of one group; for each what it returned or raised, if it did either.
 
-    The store is this process's, as it is the launcher's under torchrun. Who has not ended after `patience` seconds is killed.
+    The store is this process's, as it is the launcher's under torchrun. timeout: of the group's collectives. lost: ranks that will
+    not end by themselves. Processes are killed where they do not end.
     """
-    context = multiprocessing.get_context("fork")
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_apart(size, _grouped, store.port, size, timeout, work, arguments, lost=lost)
+
+
+def run_apart(size, work, *arguments, lost=()):
+    """The same without a group."""
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_one, args=(folder, store.port, rank, size, timeout, work, arguments)) for rank in range(size)
-        ]
+        processes = [context.Process(target=_told, args=(folder, rank, work, arguments)) for rank in range(size)]
         for process in processes:
             process.start()
+        for rank, process in enumerate(processes):
+            process.join(0 if rank in lost else 50)
         for process in processes:
-            process.join(patience)
             process.kill()
+            process.join()
         found = [Path(folder) / f"{rank}" for rank in range(size)]
         return [torch.load(path, weights_only=False) if path.is_file() else None for path in found]
 
 
-def _one(folder, port, rank, size, timeout, work, arguments):
+def _grouped(rank, port, size, timeout, work, arguments):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    return work(rank, *arguments)
+
+
+def _told(folder, rank, work, arguments):
     try:
         result = work(rank, *arguments)
     except Exception as error:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from qprecon.llm.settings.options import default_text, flag_of, options
-from qprecon.llm.settings.recipe import Recipe, Run
+from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.settings.run import Run
 from qprecon.llm.settings.words import SHORTHANDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "pruning.md"

@@ -13,8 +13,9 @@ from qprecon import cli
 from qprecon.llm import prune_model
 from qprecon.llm.model.targets import ATTENTION
 from qprecon.llm.settings.options import options, type_hints
-from qprecon.llm.settings.recipe import Recipe, Run
+from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.recipe_file import checked, command_words, load_recipe, save_recipe, to_yaml
+from qprecon.llm.settings.run import Run
 from qprecon.llm.settings.words import ALIASES, KEYS, SETTINGS, as_recipe, overridden
 from tests.llm.settings.options_table import shown, table
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
@@ -324,7 +325,7 @@ def test_prune_by_recipe_saves_the_effective_one(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("a: &a [1, 1]\nb: &b [*a, *a]\n" + "".join(f"c{i}: &b [*b, *b]\n" for i in range(30)), "100,000 values"),
+    ("a: &a0 [1, 1]\n" + "".join(f"b{i}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(30)), "100,000 values"),
     ("targets: &t [*t]", "the alias \\*t stands within what it names"), ("mask_options: " + "[" * 1000, "in one another"),
     ("targets: !!binary aGVsbG8=", "targets: a pattern is a non-empty string"), ("ignore: [3]", "ignore: a pattern"),
 ])  # fmt: skip
