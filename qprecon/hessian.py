@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .interop import Array, Place, cast, dtype_name, from_core, namespace, to_core
 from .linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
-from .options import as_number
+from .options import as_number, is_whole
 
 ENTRY = 128.0
 """An H summed in float32 is off by at most ``ENTRY`` · 2⁻²⁴ · √(H_ii H_jj) in entry (i, j), one in float64 by 2⁻⁵³ of the same.
@@ -33,19 +33,24 @@ class Hessian:
         hessian_NN: H = XᵀX, (N, N), symmetric positive semidefinite; undamped.
         damping: δ ≥ 0.
         place: where problems with it are solved.
+        samples: how many rows X has, None if that is not known.
 
     Raises:
-        ValueError: H not square, not finite, not symmetric or with a negative diagonal; damping negative.
+        ValueError: H not square, not finite, not symmetric or with a negative diagonal; damping negative; no whole number of
+            samples.
     """
 
     hessian_NN: Array
     damping: float
     place: Place
+    samples: int | None = None
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
         put("hessian_NN", _checked(floating(self.hessian_NN, self.place, "H")))
         put("damping", check_damping(self.damping))
+        if self.samples is not None and not (is_whole(self.samples) and self.samples >= 0):
+            raise ValueError(f"samples must be the number of rows of X, got {self.samples!r}")
 
     @property
     def n_inputs(self) -> int:
@@ -80,7 +85,7 @@ class Hessian:
 
     def at(self, place: Place) -> Hessian:
         """The same where problems of another array library or device are solved; itself if that is here."""
-        return self if place == self.place else Hessian(from_core(self.hessian_NN, self.place), self.damping, place)
+        return self if place == self.place else replace(self, hessian_NN=from_core(self.hessian_NN, self.place), place=place)
 
     def damped(self, dtype: str) -> Array:
         """A as a new (N, N) array of the given dtype."""

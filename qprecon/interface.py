@@ -17,10 +17,14 @@ from .interop import Array
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """What all columns share: the damped Hessian after normalisation, (N, N), and the ridge that it contains (same scale)."""
+    """What all columns share: the damped Hessian after normalisation, (N, N), and the ridge that it contains (same scale).
+
+    samples: how many rows X has, if that is known: without the ridge the Hessian has no higher rank.
+    """
 
     hessian_NN: Array
     ridge: float = 0.0
+    samples: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,8 +39,8 @@ class PreparedHessian:
         hessian: H and λ as the core holds them.
     """
 
-    def __init__(self, H: Array, damping: float = 0.0, place: Place | None = None) -> None:
-        self.hessian = Hessian(H, damping, place or place_of(H))
+    def __init__(self, H: Array, damping: float = 0.0, place: Place | None = None, samples: int | None = None) -> None:
+        self.hessian = Hessian(H, damping, place or place_of(H), samples)
         self._shared = {self.hessian.place: Shared(self.hessian)}
 
     @property
@@ -210,18 +210,22 @@ class PreparedHessian:
         return found or self._shared.setdefault(place, Shared(self.hessian.at(place)))
 
 
-def prepare(H: Array, *, damping: float = 0.0, like: Array | None = None) -> PreparedHessian:
+def prepare(
+    H: Array, *, damping: float = 0.0, like: Array | None = None, samples: int | None = None
+) -> PreparedHessian:
     """Check H once and hold what is made of it, for any number of solves and audits.
 
     Args:
         H: (N, N) = XᵀX, symmetric positive semidefinite; numpy, torch or jax. It is not copied: leave it unchanged.
         damping: δ ≥ 0, a ridge λ = δ · mean(diag H) towards the dense weights; 0.01 is usual.
         like: an array of the kind and on the device of the weights to come, where that is not H's own.
+        samples: how many rows X has, if known. Where they are much fewer than the kept inputs, pcg takes a tenth of the time.
 
     Raises:
-        ValueError: H is not square, not finite, not symmetric, or has a negative diagonal entry; damping is negative.
+        ValueError: H is not square, not finite, not symmetric, or has a negative diagonal entry; damping is negative; samples
+            is no whole number.
     """
-    return PreparedHessian(H, damping, None if like is None else place_of(like))
+    return PreparedHessian(H, damping, None if like is None else place_of(like), samples)
 
 
 def solve(

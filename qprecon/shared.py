@@ -112,7 +112,7 @@ def _set_up(hessian: Hessian, loaded: Loaded, dtype: str) -> BackendSetup:
     own = hessian.place.library
     library = own if own in capabilities.libraries else capabilities.libraries[0]
     ridge = hessian.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
-    system = System(to_library(scaling.hessian(hessian, dtype), library), ridge)
+    system = System(to_library(scaling.hessian(hessian, dtype), library), ridge, hessian.samples)
     try:
         return BackendSetup(loaded, scaling, loaded.prepare(system, loaded.options), dtype, library)
     except ValueError:

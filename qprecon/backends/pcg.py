@@ -16,6 +16,7 @@ from ..interface import Chunk, RawColumns, SolveChunk, System
 from ..interop import Array, cast, device_type, like, namespace, to_numpy
 from ..linalg import column_dots, take_columns
 from . import _precondition as precondition
+from . import _samples as sample_space
 from ._factor import Factor, FactorInPieces
 from ._product import Full, chosen_precision, product
 from ._vectors import Scalars, vectors
@@ -34,7 +35,8 @@ class Options:
     """Options of ``pcg``.
 
     Attributes:
-        preconditioner: "dc" (low rank plus diagonal), "jacobi", or "auto": dc from 128 inputs on.
+        preconditioner: "dc" (low rank plus diagonal), "jacobi", or "auto": dc from 128 inputs on; in the space of the samples
+            (`_samples`) where H is known to have few of them.
         rank: r of dc; None chooses it from N and the device.
         power_steps: subspace iterations of its sketch.
         precision: "full", "bf16" (H = FFᵀ + E with E·P in bfloat16; float32 data on CUDA), or "auto".
@@ -83,6 +85,8 @@ def prepare(system: System, options: Options) -> SolveChunk:
     factor_Nr = None if shared is None else shared.factor_Nr
     usual = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
     multiplying = functools.cache(lambda precision: product(system.hessian_NN, factor_Nr, precision))
+    few = system.samples if options.preconditioner == "auto" and options.rank is None else None
+    space = functools.cache(lambda: sample_space.SampleSpace.of(system.hessian_NN, system.ridge, few))
 
     def solve_chunk(chunk: Chunk) -> RawColumns:
         tight = options.precision == "auto" and chunk.tolerance < _LOW_REACHES and len(system.hessian_NN) <= _FULL_UP_TO
@@ -90,6 +94,10 @@ def prepare(system: System, options: Options) -> SolveChunk:
         extras = {"preconditioner": f"dc, rank {rank}" if rank else "jacobi", "precision": precision}
         if not chunk.start_NK.shape[0] or not chunk.start_NK.shape[1]:
             return RawColumns(chunk.start_NK, "converged", 0, dict(extras))
+        if chunk.linear_NK is None and sample_space.fits(few, chunk.mask_NK, system.ridge) and space() is not None:
+            found = sample_space.solve(system.hessian_NN, space(), chunk)
+            if found is not None and found.reported_status != sample_space.STALLED:
+                return found
         multiply, tall = multiplying(precision), FactorInPieces if precision == "bf16" else Factor
         columns = chunk.start_NK.shape[1]
         if precision == "bf16" and columns % _ALIGNMENT:

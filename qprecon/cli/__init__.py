@@ -19,6 +19,7 @@ from ._oneline import Parser
 from ._stop import Terminated, signals_raise
 
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
+SHARED = ("prune",)  # what several processes of a launcher do as one
 BAD_INPUT = 2
 
 
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parsed(arguments)
     try:
+        if launched_rank() is not None and parsed.command not in SHARED:
+            raise ValueError(f"{parsed.command} takes one process; several, as torchrun starts them, share {' or '.join(SHARED)}")
         with signals_raise(to_the_end=arguments is None):
             code = parsed.run(parsed)
             if sys.stdout is not None:

@@ -68,7 +68,7 @@ def _prune(lumps: Sequence[Sequence[Part]], grams: BlockGrams, method: Method, f
     if not fixed:
         return prune_parts(_joined(lumps), grams, method)
     view = lumps[0][0].view
-    prepared = qprecon.prepare(grams.hessian(view), damping=method.damping)
+    prepared = qprecon.prepare(grams.hessian(view), damping=method.damping, samples=grams.tokens(view))
     drafts = [draft for lump in lumps for draft in prune_parts(lump, grams, method, prepared)]
     prepared.release()
     grams.forget_targets(view)

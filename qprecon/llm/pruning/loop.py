@@ -113,6 +113,7 @@ class _Where:
 def _pruned(
     model: Any, calibration: Any, recipe: Recipe, tokenizer: Any, where: _Where, log: RunLog, ranks: Ranks
 ) -> PruneReport:
+    """`prune_model` on one of the ranks."""
     out, device, store, save_masks = where.out, where.device, where.store, where.save_masks
     with log.phase("load"):
         if out is not None:

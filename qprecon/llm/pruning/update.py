@@ -77,7 +77,7 @@ def prune_parts(
     """Prune layers that share H, or some of their columns, in place. `prepared`: their H, where other parts need it too."""
     clock, last = [time.perf_counter()], prepared is None
     views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
-    prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping)
+    prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping, samples=tokens)
     taken = [part.taken for part in parts]
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
     if last:

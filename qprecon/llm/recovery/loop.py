@@ -17,6 +17,7 @@ from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.pruning.plan import calibration_samples
+from qprecon.llm.ranks.group import several
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
@@ -81,6 +82,8 @@ def recover(
             with other settings beside `out`.
         ModuleNotFoundError: optimizer_state="8bit" without torchao. OSError: a file that cannot be written.
     """
+    if several():
+        raise ValueError("recover takes one process, and this one is in a process group with others")
     recovery, log, device = _as_recovery(settings), RunLog(progress), choose_device(device)
     RecoveryRun(save_steps=save_steps)
     with log.phase("load"):

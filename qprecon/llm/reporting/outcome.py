@@ -57,7 +57,22 @@ def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
         notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
     if idle := [row.name for row in rows if row.tokens == 0]:
         notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
+    notes += _too_few_tokens(rows)
     return notes
+
+
+def _too_few_tokens(rows: Sequence[LayerRow]) -> list[str]:
+    """Where a layer's outputs can be met exactly, whatever its mask: H has no higher rank than it has tokens."""
+    kept = {row.name: row.n_inputs - round(row.reached_sparsity * row.n_inputs) for row in rows}
+    few = [row for row in rows if 0 < row.tokens < kept[row.name]]
+    if not few:
+        return []
+    worst = min(few, key=lambda row: row.tokens / row.n_inputs)
+    return [
+        f"{len(few)} of {len(rows)} layers have fewer calibration tokens than inputs that they keep, at worst {worst.name} "
+        f"({worst.tokens} tokens, {kept[worst.name]} of {worst.n_inputs} inputs): their weights fit this text and may not fit "
+        "another; take more windows"
+    ]
 
 
 def versions() -> dict[str, str]:

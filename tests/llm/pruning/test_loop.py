@@ -211,6 +211,18 @@ def test_an_expert_without_tokens_falls_back_and_is_listed():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("windows, length", [(1, 6), (4, 64)])
+def test_a_text_that_is_too_short_for_a_layer_is_said(windows, length):
+    report = prune(build("llama"), tokens(windows, length))
+    few = [row for row in report.layers if row.tokens < row.n_inputs * (1 - row.reached_sparsity)]
+    said = [warning for warning in report.warnings if "fewer calibration tokens" in warning]
+    assert len(said) == bool(few) == (windows == 1)
+    if said:
+        worst = max(few, key=lambda row: row.n_inputs)
+        assert f"{len(few)} of {len(report.layers)} layers" in said[0] and f"({windows * length} tokens" in said[0]
+        assert f"of {worst.n_inputs} inputs" in said[0] and report.largest_gap <= 1e-4
+
+
 def test_bounds_hold_for_experts_without_tokens_too():
     model = build("mixtral")
     for module in model.modules():

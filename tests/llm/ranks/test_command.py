@@ -8,8 +8,8 @@ import pytest
 from torch import distributed
 
 from qprecon.cli import main
-from qprecon.llm import PruneReport
-from tests.llm.ranks.processes import needs_forks, run_apart
+from qprecon.llm import PruneReport, recover
+from tests.llm.ranks.processes import needs_forks, run, run_apart
 from tests.llm.storage.test_streaming import same, weights
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -73,3 +73,18 @@ def test_a_free_port_is_no_group(monkeypatch, model, tmp_path):
     flags = ("--calib", tmp_path / "text.txt", "--nsamples", 2, "--seqlen", 16, "--quiet")
     assert main(["prune", *map(str, (model, tmp_path / "out", *flags))]) == 0
     assert PruneReport.load(tmp_path / "out").world_size == 1
+
+
+def test_other_commands_take_one_process(model, tmp_path, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["recover", str(model), str(model), str(tmp_path / "out")]) == 2
+    assert "takes one process" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def in_python(rank, model):
+    return recover(model, model, words(50), out=model.with_name("out"))
+
+
+def test_recover_takes_one_process(model):
+    assert all(isinstance(each, ValueError) and "one process" in str(each) for each in run(2, in_python, model))
