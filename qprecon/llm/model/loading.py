@@ -200,11 +200,11 @@ def loading(what: str) -> Iterator[None]:
     """While open, whatever transformers raises for bad files, of a dozen classes, becomes one line: "`what` cannot be loaded"."""
     try:
         yield
-    except (BadFileError, ImportError):
+    except (BadFileError, ImportError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         if out_of_memory(error):
-            raise
+            raise MemoryError(f"{what} cannot be loaded: {one_line(error)}") from error
         raise BadFileError(f"{what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # what the Rust libraries raise is no Exception
