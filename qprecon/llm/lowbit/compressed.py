@@ -9,7 +9,7 @@ Formats by grid: int8, int4, int3, int2 `pack-quantized`; fp8 `naive-quantized`;
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qprecon.grids import Fitted, Grid, find_grid
+from qprecon.llm.lowbit.experts import scales_of_experts
+from qprecon.llm.model.linears import LinearView
 
 
 def scheme(grid: Grid) -> Any:
@@ -101,26 +103,34 @@ def _is_part(name: str, weight: str) -> bool:
     return name == weight or name.startswith(f"{weight}_")
 
 
-def pack_folder(folder: Path, scales: Mapping[str, Fitted], linears: Iterable[str]) -> None:
+def pack_folder(folder: Path, scales: Mapping[str, Fitted], linears: Iterable[str], views: Sequence[LinearView] = ()) -> None:
     """Pack the layers that have scales, by their names, in a model folder that was written with dense weights, file by file.
+
+    views: of the layers, among which may be fused experts.
 
     Raises:
         ValueError: the files do not hold a layer under its name.
     """
     wanted, index = {f"{name}.weight": fitted for name, fitted in scales.items()}, folder / "model.safetensors.index.json"
-    found: set[str] = set()
+    fused = [view for view in views if view.expert is not None and view.name in scales]
+    wanted = {name: fitted for name, fitted in wanted.items() if name.removesuffix(".weight") not in {view.name for view in fused}}
+    found, packed_experts = set[str](), 0
     weight_map: dict[str, str] = {}
     size = 0
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
         own = {name: wanted[name] for name in tensors if name in wanted}
+        own |= (experts := scales_of_experts(tensors, scales, views))
         found |= own.keys()
+        packed_experts += sum(len(fitted.scale_GK[0]) for fitted in experts.values())
         tensors = packed_tensors(tensors, own)
         save_file(tensors, path, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, path.name)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if missing := sorted(wanted.keys() - found):
         raise ValueError(f"{missing[0]} is not in the model's files under that name, so that it cannot be packed")
+    if packed_experts != sum(view.n_outputs for view in fused):
+        raise ValueError(f"{fused[0].name} or another expert is not in the model's files as it was pruned: it cannot be packed")
     if index.is_file():
         known = {"metadata": {"total_size": size}, "weight_map": weight_map}
         index.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from qprecon.grids import Grid, find_grid
+from qprecon.llm.lowbit.experts import written_one_by_one
 from qprecon.llm.model.blocks import is_conv1d
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.settings.recipe import grid_asked
@@ -27,8 +29,11 @@ def grid_of(recipe: Recipe, dtype: torch.dtype) -> Grid | None:
     return {torch.bfloat16: find_grid("bf16"), torch.float16: find_grid("fp16")}.get(dtype)
 
 
-def check_grid(recipe: Recipe, views: Sequence[LinearView], written: bool) -> None:
-    """ValueError, naming a layer and what would do, where these layers cannot be stored as asked; `written`: to files too."""
+def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | None) -> None:
+    """ValueError, naming a layer and what would do, where these layers cannot be stored as asked.
+
+    model: what they are layers of, if they are to be written to files.
+    """
     if recipe.quantize == "none":
         return
     dtypes = {view.parameter.dtype: view.name for view in views}
@@ -48,16 +53,16 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], written: bool) -> No
             fits = []
         hint = f"; group_size={' or '.join(map(str, sorted(fits)))} fits all layers" if fits else "; leave it out (ignore)"
         raise ValueError(f"{bad[0].name}: groups of {size} do not divide its {bad[0].n_inputs} inputs{hint}")
-    if written:
-        _check_written(recipe, views)
+    if model is not None:
+        _check_written(views, model)
 
 
-def _check_written(recipe: Recipe, views: Sequence[LinearView]) -> None:
+def _check_written(views: Sequence[LinearView], model: nn.Module) -> None:
     for view in views:
         if is_conv1d(view.module):
             raise ValueError(f"{view.name}: compressed-tensors has no form for Conv1D, so no quantized files of it can be written")
-        if view.expert is not None:
-            raise ValueError(f"{view.name}: quantized files of fused experts cannot be written; leave them out (ignore)")
+    if (fused := written_one_by_one(model, views)) is not None:
+        raise ValueError(f"{fused.name}: this model is stored with fused experts, which cannot be packed; leave them out (ignore)")
     try:
         import compressed_tensors  # noqa: F401
     except ImportError as error:

@@ -23,7 +23,7 @@ from qprecon.llm.pruning.checks import check_choices, check_method, check_ranks,
 from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, companions_of, find_model, open_source
-from qprecon.llm.pruning.plan import calibration_samples, plan_layers
+from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, outcome
@@ -134,7 +134,7 @@ def _pruned(
             found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_method(method, plan)
-        check_grid(method, [layer.view for layers in plan.layers for layer in layers], written=out is not None)
+        check_grid(method, [layer.view for layers in plan.layers for layer in layers], found.model if out is not None else None)
         check_adapters(method.adapter_rank, [layer.view for layers in plan.layers for layer in layers], found.model)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
         folder = None if found.shards is None else found.shards.folder
@@ -173,7 +173,7 @@ def _pruned(
             report = outcome(rows, source.zeros(rows), recorded, log, **facts)
             if out is not None:
                 with log.phase("save"):
-                    _save(source, found, report, out, save_masks, companions, log, method)
+                    _save(source, found, report, out, save_masks, companions, log, method, plan)
             return replace(report, phase_seconds=dict(log.seconds))
 
         return ranks.decided(finished)
@@ -183,9 +183,9 @@ def _pruned(
 
 def _save(
     source: MemoryBlocks | DiskBlocks, found: Found, report: PruneReport, out: Path, with_masks: bool, companions: Any,
-    log: RunLog, method: Method,
+    log: RunLog, method: Method, plan: Plan,
 ) -> None:  # fmt: skip
-    masks, pack = source.masks() if with_masks else None, _packing(source, found.model, report, method)
+    masks, pack = source.masks() if with_masks else None, _packing(source, found.model, report, method, plan)
     if isinstance(source, DiskBlocks):
         complete_folder(
             source.journal, source.entries(), found.model, found.files.folder, report, out, found.tokenizer, masks, companions, pack
@@ -196,15 +196,19 @@ def _save(
     tidy(out)
 
 
-def _packing(source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method) -> Pack | None:
+def _packing(
+    source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method, plan: Plan
+) -> Pack | None:
     """What makes the written folder one of low-bit weights, and adds adapters; blocks from disk to disk are packed already."""
     if method.quantize == "none" and not method.adapter_rank:
         return None
 
     def pack(folder: Path) -> None:
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linears += [name for name, _ in plan.excluded]  # routers, which other readers have as linear layers
+        views = [layer.view for layers in plan.layers for layer in layers]
         if method.quantize != "none" and isinstance(source, MemoryBlocks):
-            pack_folder(folder, source.scales, linears)
+            pack_folder(folder, source.scales, linears, views)
         elif method.quantize != "none":
             names = [row.name for row in report.layers]
             weight = model.get_submodule(names[0]).weight

@@ -161,3 +161,29 @@ def test_qprecon_eval_reads_it(tmp_path, capsys):
     assert found == pytest.approx(want.value, rel=0.01)  # a float32 model has unit · scale without the rounding to bfloat16
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "int4" in card and "5 bits" in card
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has experts as linear layers")
+@pytest.mark.parametrize("family", ["qwen2-moe", "mixtral"])
+@pytest.mark.parametrize(("quantize", "group_size"), [("int8", 0), ("int4", 8)])
+def test_fused_experts_are_packed_one_by_one(family, quantize, group_size, tmp_path):
+    """transformers puts them together again: the fused parameters hold what was audited, bit for bit, gate and up in place."""
+    build(family).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    if family == "mixtral" and group_size == 8:
+        group_size = 16
+    report = prune_model(
+        tmp_path / "dense", tokens(6), out=tmp_path / "out", quantize=quantize, group_size=group_size, progress=False
+    )
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype="auto")
+    prune_model(own, tokens(6), quantize=quantize, group_size=group_size, progress=False)
+    read, about = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+    )
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for (name, want), found in zip(own.named_parameters(), read.parameters(), strict=True):
+        assert torch.equal(want, found), name
+    assert any(".experts." in row.name and row.bits is not None for row in report.layers)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        held = [name for name in file.keys() if "experts" in name]
+    assert held and not any(name.endswith(".weight") for name in held)

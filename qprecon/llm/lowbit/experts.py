@@ -1,0 +1,73 @@
+"""Fused experts in files: transformers writes some of them one by one, and reads them back into one parameter.
+
+A fused parameter of gate and up becomes two matrices for each expert, under names of the model's own history. Which columns of a
+view a written matrix holds is told by its values, so that no architecture has to be known here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from qprecon.grids import Fitted
+from qprecon.llm.model.linears import LinearView
+
+
+def written_one_by_one(model: nn.Module, views: Sequence[LinearView]) -> LinearView | None:
+    """The first fused expert that the model's files do not hold as matrices of its own; None where there is none."""
+    fused = [view for view in views if view.expert is not None]
+    if not fused:
+        return None
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 converts nothing
+        return fused[0]
+    shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    held = {_expert(name) for name, tensor in revert_weight_conversion(model, shapes).items() if tensor.ndim == 2}
+    return next((view for view in fused if _expert(view.name) not in held), None)
+
+
+def scales_of_experts(
+    tensors: Mapping[str, torch.Tensor], scales: Mapping[str, Fitted], views: Sequence[LinearView]
+) -> dict[str, Fitted]:
+    """Scales of the matrices among `tensors`, (outputs, inputs), that hold columns of a fused expert, by their names."""
+    found: dict[str, Fitted] = {}
+    by_expert: dict[tuple[str, int] | None, list[LinearView]] = {}
+    for view in views:
+        if view.expert is not None and view.name in scales:
+            by_expert.setdefault(_expert(view.name), []).append(view)
+    for name, tensor in tensors.items():
+        for view in by_expert.get(_expert(name), []) if tensor.ndim == 2 else []:
+            columns = _columns(tensor, view.weights_NK(tensor.dtype).to(tensor.device))
+            if columns is not None:
+                found[name] = _part(scales[view.name], columns)
+                break
+    return found
+
+
+def _expert(name: str) -> tuple[str, int] | None:
+    """The block and the number of an expert's matrix: all but what stands between them is the same in model and file."""
+    match = re.match(r"(.*?\.\d+\.).*experts\.(\d+)\.", name)
+    return (match[1], int(match[2])) if match else None
+
+
+def _columns(tensor_KN: torch.Tensor, values_NK: torch.Tensor) -> slice | None:
+    """Which columns of the values the tensor holds."""
+    n, k = values_NK.shape
+    if tensor_KN.shape[1] != n:
+        return None
+    return next((some for some in _slices(k) if torch.equal(tensor_KN.T, values_NK[:, some])), None)
+
+
+def _slices(k: int) -> Iterator[slice]:
+    yield slice(None)
+    yield from (slice(0, k // 2), slice(k // 2, k), slice(0, k, 2), slice(1, k, 2))
+
+
+def _part(fitted: Fitted, columns: slice) -> Fitted:
+    zero_GK = None if fitted.zero_GK is None else fitted.zero_GK[:, columns]
+    return replace(fitted, scale_GK=fitted.scale_GK[:, columns], zero_GK=zero_GK)
