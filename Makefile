@@ -7,7 +7,7 @@ VENV := .venv
 STAMP := $(VENV)/.setup-done
 OLDER := .transformers4
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-EXTRAS := mpax,osqp,piqp,clarabel,cvxpy,torch,llm,report,demo,eval,quantize,docs,lint,bench,sklearn,test
+EXTRAS := mpax,osqp,piqp,clarabel,moreau,cvxpy,torch,llm,report,demo,eval,quantize,adapter,docs,lint,bench,sklearn,test
 MODEL ?=
 DEMO_JSON ?=
 

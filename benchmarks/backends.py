@@ -273,7 +273,7 @@ def condition(case: Case, device: str) -> float:
 @functools.cache
 def environment(device: str) -> dict[str, Any]:
     """Device, date and versions."""
-    names = ("torch", "jax", "mpax", "osqp", "piqp", "clarabel", "cvxpy", "numpy", "scipy")
+    names = ("torch", "jax", "mpax", "osqp", "piqp", "clarabel", "moreau", "cvxpy", "numpy", "scipy")
     versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name) is not None}
     if device == "cuda":
         import torch

@@ -42,7 +42,7 @@ def choose_dtype(problem: ColumnQP, tol: float, dtype: str | None) -> tuple[str,
 def choose_backend(problem: ColumnQP, dtype: str) -> tuple[str, str]:
     """The fastest installed backend that can do the problem, and why (measured in docs/backends.md)."""
     if problem.has_bounds:
-        for name in ("admm", "osqp", "piqp", "mpax", "clarabel", "cvxpy"):
+        for name in ("admm", "osqp", "piqp", "moreau", "mpax", "clarabel", "cvxpy"):
             record = registry.find(name)
             if record.installed and record.capabilities.bounds and dtype in record.capabilities.dtypes:
                 return name, f"{name}: the bounds rule out pcg and cholesky"

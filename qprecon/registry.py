@@ -99,6 +99,14 @@ BUILT_IN = (
         capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
     Backend(
+        "moreau",
+        "qprecon.backends.moreau",
+        "Moreau, an interior-point or active-set method on each column's kept block; a reference for general bounds",
+        requires=("moreau",),
+        extra="moreau",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
         "cvxpy",
         "qprecon.backends.cvxpy",
         "any QP solver that cvxpy has installed; a reference",

@@ -9,7 +9,7 @@ from typing import Any
 Row = dict[str, Any]
 HERE = pathlib.Path(__file__).parents[1]
 TABLE, FIGURE = HERE / "results" / "backends.md", HERE.parent / "docs" / "figures" / "backends"
-ORDER = ("auto", "pcg", "cholesky", "admm", "mpax", "osqp", "piqp", "clarabel", "cvxpy", "adam")
+ORDER = ("auto", "pcg", "cholesky", "admm", "mpax", "osqp", "piqp", "clarabel", "moreau", "cvxpy", "adam")
 SETTINGS = ("paper", "1e-4", "1e-6")
 SHOWN = ("256x", "1024x hard", "4096x", "smollm2_0_o_proj")
 """Problems in the figure: a size and a kind, or a name."""
@@ -23,6 +23,7 @@ LOOKS = {
     "osqp": ("#a98b1d", "v"),
     "piqp": ("#4db6c8", "<"),
     "clarabel": ("#c86fb0", ">"),
+    "moreau": ("#b5651d", "p"),
     "cvxpy": ("#9a6fd0", "P"),
     "adam": ("#8c8c8c", "X"),
 }

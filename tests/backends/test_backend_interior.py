@@ -1,4 +1,4 @@
-"""PIQP and Clarabel: agreement with independent solutions, bounds, limits, and what they say."""
+"""PIQP, Clarabel and Moreau: agreement with independent solutions, bounds, limits, and what they say."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 import qprecon
 from tests.small_problems import check_against_cholesky, check_bounds, check_limits, problem
 
-pytestmark = pytest.mark.parametrize("backend", ["piqp", "clarabel"])
+pytestmark = pytest.mark.parametrize("backend", ["piqp", "clarabel", "moreau"])
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,14 @@ def test_bounds_on_one_side_and_on_some_entries(backend):
         )
         assert found.optimal.all() and expected.optimal.all()
         np.testing.assert_allclose(found.weights, expected.weights, atol=1e-5)
+
+
+def test_methods_of_moreau(backend):
+    if backend == "moreau":
+        check_bounds("moreau", method="active_set", tol=1e-8)
+        check_against_cholesky("moreau", method="active_set")  # without any bound, the other one
+        with pytest.raises(ValueError, match="active_set"):
+            qprecon.solve(*problem(), "moreau", method="simplex")
 
 
 def test_limits_are_told(backend):

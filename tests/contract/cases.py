@@ -16,7 +16,7 @@ from . import reference
 from .families import FAMILIES, Problem
 
 CPU_BACKENDS = tuple(record.name for record in registry.BUILT_IN if "cpu" in record.capabilities.devices)
-SLOW = ("adam", "clarabel", "cvxpy", "osqp", "piqp")  # references: run on the small families only
+SLOW = ("adam", "clarabel", "cvxpy", "moreau", "osqp", "piqp")  # references: run on the small families only
 
 
 def require(backend: str) -> Backend:

@@ -25,7 +25,10 @@ from . import cases
 from .families import FAMILIES
 
 ROOT = pathlib.Path(qprecon.__file__).parent
-HEAVY = {"torch", "jax", "jaxlib", "mpax", "cvxpy", "osqp", "piqp", "clarabel", "transformers", "triton", "safetensors", "datasets"}
+HEAVY = {
+    "torch", "jax", "jaxlib", "mpax", "cvxpy", "osqp", "piqp", "clarabel", "moreau",
+    "transformers", "triton", "safetensors", "datasets",
+}
 
 
 def given(**more: Any) -> dict[str, Any]:

@@ -281,7 +281,7 @@ def _number(x: Fraction | float) -> float:
 
 def versions() -> dict[str, str]:
     """Of what matters for a result."""
-    names = ("qprecon", "numpy", "scipy", "torch", "jax", "mpax", "osqp", "cvxpy", "piqp", "clarabel")
+    names = ("qprecon", "numpy", "scipy", "torch", "jax", "mpax", "osqp", "cvxpy", "piqp", "clarabel", "moreau")
     return {name: importlib.metadata.version(name) for name in names if _installed(name)}
 
 

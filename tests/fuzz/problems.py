@@ -24,11 +24,12 @@ SHARES = {
     "cvxpy": 1.0,
     "piqp": 1.0,
     "clarabel": 1.0,
+    "moreau": 1.0,
     "mpax": 0.15,
     "audit": 25.0,
 }
 """How often each backend comes. "audit" is no backend: weights that the fuzzer made are certified."""
-BOUNDED = ("auto", "admm", "osqp", "cvxpy", "piqp", "clarabel", "mpax", "audit")  # take general bounds
+BOUNDED = ("auto", "admm", "osqp", "cvxpy", "piqp", "clarabel", "moreau", "mpax", "audit")  # take general bounds
 _MPAX = (8, 4)  # N and K: one shape, as each is compiled for seconds
 
 
@@ -114,11 +115,11 @@ def _shape(rng: np.random.Generator, backend: str) -> tuple[int, int]:
         n = int(rng.integers(1, 13))
     elif size < 0.93:
         n = int(rng.integers(13, 33))
-    elif size < 0.993 or backend in ("adam", "cvxpy", "osqp", "piqp", "clarabel"):
+    elif size < 0.993 or backend in ("adam", "cvxpy", "osqp", "piqp", "clarabel", "moreau"):
         n = int(rng.integers(33, 65))
     else:
         n = int(rng.integers(128, 161))
-    most = 4 if backend in ("cvxpy", "osqp", "piqp", "clarabel") else 12
+    most = 4 if backend in ("cvxpy", "osqp", "piqp", "clarabel", "moreau") else 12
     return n, int(rng.integers(1, most))
 
 
@@ -226,7 +227,7 @@ def _bounds(rng: np.random.Generator, w_NK: np.ndarray) -> tuple[np.ndarray | No
 def _settings(rng: np.random.Generator, case: Case) -> Case:
     """Dtype, limits, a warm start, and for "audit" the weights to certify."""
     changes: dict[str, Any] = {}
-    if case.backend not in ("osqp", "cvxpy", "piqp", "clarabel", "audit"):
+    if case.backend not in ("osqp", "cvxpy", "piqp", "clarabel", "moreau", "audit"):
         draw = rng.random()
         if draw < 0.15 and case.tol >= 1e-7:
             changes["dtype"] = "float32"
