@@ -87,15 +87,15 @@ def block(shape: Shape, ranks: int) -> dict[str, float]:
 def memory(shape: Shape, ranks: int) -> dict[str, float]:
     """Bytes on a card at most, and of the host; bfloat16 weights, float32 Gram matrices, the largest layer's float64 factor.
 
-    The factor of the certificate is made beside two matrices of its size (24 N²); later it (8 N²) and the solver's set-up (6 N²)
-    lie beside a chunk of 2²⁵ weights with 80 bytes each.
+    The factor of the certificate is made beside a matrix of its size (16 N²); later it (8 N²) and the solver's set-up (6 N²) lie
+    beside a chunk of 2²⁵ weights with 80 bytes each.
     """
     largest = max(n for n, _, _ in shape.groups)
     held = {
         "activations": 2 * TOKENS * shape.hidden / ranks,
         "block, the one before and the one after": 3 * 2 * shape.block_parameters,
         "Gram matrices": 4 * sum(n**2 for n, _, _ in shape.groups),
-        "factors and a chunk of columns": max(24 * largest**2, 14 * largest**2 + 80 * 2**25),
+        "factors and a chunk of columns": max(16 * largest**2, 14 * largest**2 + 80 * 2**25),
     }
     model = 2 * (shape.blocks * shape.block_parameters + shape.outside_parameters)
     return held | {"card": sum(held.values()), "host": 3 * 2 * shape.block_parameters * ranks + model, "disk": 2 * model}

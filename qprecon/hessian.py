@@ -89,7 +89,7 @@ class Hessian:
 
     def damped(self, dtype: str) -> Array:
         """A as a new (N, N) array of the given dtype."""
-        return add_to_diagonal(cast(self.hessian_NN, dtype), self.ridge)
+        return add_to_diagonal(self.hessian_NN, self.ridge, dtype)
 
     def damped_product(self, x_NK: Array) -> Array:
         """A·x in float64 for a float64 x."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .interop import Array, kind_of, namespace
+from .interop import Array, dtype_name, kind_of, namespace
 
 _ONE_THREAD = 1e8  # N²K, the multiplications of one product with H
 
@@ -86,13 +86,14 @@ def upper_inverse_factor(a_NN: Array) -> Array | None:
     return _lapack().solve_triangular(upper_NN, np.eye(len(a_NN), dtype=a_NN.dtype), lower=False, check_finite=False)
 
 
-def add_to_diagonal(a_NN: Array, value: Array | float) -> Array:
-    """A copy of ``a`` with ``value`` (scalar or (N,)) added to its diagonal."""
+def add_to_diagonal(a_NN: Array, value: Array | float, dtype: str | None = None) -> Array:
+    """A copy of ``a``, of the dtype if one is named, with ``value`` (scalar or (N,)) added to its diagonal."""
+    dtype = dtype or dtype_name(a_NN)
     if kind_of(a_NN) == "torch":
-        out = a_NN.clone()
+        out = a_NN.to(getattr(namespace(a_NN), dtype), copy=True)
         out.diagonal().add_(value)
         return out
-    out = a_NN.copy()
+    out = a_NN.astype(dtype, order="C")
     out.reshape(-1)[:: out.shape[0] + 1] += value
     return out
 

@@ -80,7 +80,7 @@ class Shared:
         hessian_NN, number = self.hessian.hessian_NN, np.dtype(dtype).type  # λ is rounded as the sweeps' own arithmetic rounds it
         mean = number(float(cast(hessian_NN.diagonal(), dtype).mean())) if len(hessian_NN) else number(0)
         ridge = float(number(damping) * mean) if mean > 0 else 1.0
-        return add_to_diagonal(cast(hessian_NN, dtype), ridge)
+        return add_to_diagonal(hessian_NN, ridge, dtype)
 
     def is_definite(self, damping: float, dtype: str) -> bool:
         """Whether ``ridged`` has a Cholesky factor, which is not kept; the answer is."""
