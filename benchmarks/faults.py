@@ -1,0 +1,113 @@
+"""Faults as they happen, by the hundred: what qprecon does with each, counted.
+
+    python benchmarks/faults.py [--only kills,files] [--seed 1] [--count 200] [--device cuda]
+
+Parts: kills (SIGKILL, SIGTERM, SIGINT twice; at random moments, at every change of a file, in processes of their own), disk (full at
+every operation and within every file, and a disk that is too small), files (damaged at random), memory (allocations that fail; with
+--device cuda those of a GPU), two (runs on one output), network (a hub that hangs), recipes (random ones, YAML bombs, paths that lead
+out), machines (Python versions, extras, homes, locales, names of folders). Models are tiny, with random weights. --count stands for each
+part's own number of cases. Counts of the parts that ran replace theirs in benchmarks/results/faults.json; --no-json writes none. The
+exit code is 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.faults import damage, disk, kills, machines, memory, network, recipes
+from tests.faults.runs import Models, Server, Tally, make_models
+
+OUT = ROOT / "benchmarks" / "results" / "faults.json"
+# Part -> how many cases unless --count says otherwise.
+COUNTS = {"kills": 200, "disk": 0, "files": 500, "memory": 100, "two": 60, "network": 0, "recipes": 2000, "machines": 0}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts, print a table, write the counts."""
+    parser = argparse.ArgumentParser("python benchmarks/faults.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(COUNTS), help=f"parts with commas between: {', '.join(COUNTS)}")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, help="cases of a part, in place of its own number")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where memory runs out")
+    parser.add_argument("--no-json", action="store_true", help="print only")
+    given = parser.parse_args(arguments)
+    parts = given.only.split(",")
+    if unknown := set(parts) - set(COUNTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(COUNTS)}")
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        models = make_models(Path(name) / "models")
+        for part in parts:
+            tally = Tally(part if part != "memory" else f"memory of a {given.device.replace('cuda', 'gpu')}", given.seed)
+            began = time.monotonic()
+            run(part, models, Path(name) / part, COUNTS[part] if given.count is None else given.count, given.device, tally)
+            tally.seconds = time.monotonic() - began
+            wrong += len(tally.faults)
+            print(table(tally), flush=True)
+            if not given.no_json:
+                write(tally)
+    return int(wrong > 0)
+
+
+def run(part: str, models: Models, folder: Path, count: int, device: str, tally: Tally) -> None:
+    """One part of the campaign."""
+    if part == "machines":
+        machines.new_machines(folder, tally)
+    elif part == "network":
+        network.hanging_network(models, folder, tally)
+    elif part == "memory" and device == "cuda":
+        wide = memory.make_wide(folder / "models")
+        memory.out_of_memory(memory.InProcess(), wide, folder, count, tally, device, ("llama", "llama-pickled"))
+    else:
+        with Server() as server:
+            _served(part, server, models, folder, count, tally)
+
+
+def _served(part: str, server: Server, models: Models, folder: Path, count: int, tally: Tally) -> None:
+    if part == "kills":
+        kills.kills(server, models, folder / "moments", count, tally)
+        kills.kills_at_changes(server, models, folder / "changes", tally)
+        kills.processes(models, server, folder / "processes", count // 10, tally)
+    elif part == "disk":
+        disk.full_disk(server, models, folder, tally)
+    elif part == "files":
+        damage.damaged_files(server, models, folder, count, tally)
+    elif part == "memory":
+        memory.out_of_memory(server, models, folder, count, tally)
+    elif part == "two":
+        kills.two_at_once(server, models, folder, count, tally)
+    else:
+        recipes.random_recipes(server, models, folder / "random", count, tally)
+        recipes.bombs(server, models, folder / "bombs", tally)
+        recipes.paths_out(server, models, folder / "paths", tally)
+
+
+def table(tally: Tally) -> str:
+    """The counts of a part, and its faults."""
+    lines = [f"{tally.part}, seed {tally.seed}, {tally.seconds:.0f} s"]
+    lines += [f"  {number:>7,}  {what}" for what, number in sorted(tally.counts.items())]
+    lines += [f"  {len(tally.faults):>7,}  faults", *(f"           {fault[:500]}" for fault in tally.faults)]
+    return "\n".join(lines)
+
+
+def write(tally: Tally) -> None:
+    """Replace this part's counts in the JSON."""
+    from qprecon.llm.reporting.outcome import versions
+
+    known = json.loads(OUT.read_text()) if OUT.is_file() else {"parts": {}}
+    about = {"date": datetime.date.today().isoformat(), "versions": versions()}
+    known["parts"][tally.part] = about | tally.to_dict()
+    OUT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
