@@ -2,12 +2,19 @@
 
     python benchmarks/faults.py [--only kills,files] [--seed 1] [--count 200] [--device cuda]
 
-Parts: kills (SIGKILL, SIGTERM, SIGINT twice; at random moments, at every change of a file, in processes of their own), disk (full at
-every operation and within every file, and a disk that is too small), files (damaged at random), memory (allocations that fail; with
---device cuda those of a GPU), two (runs on one output), network (a hub that hangs), recipes (random ones, YAML bombs, paths that lead
-out), machines (Python versions, extras, homes, locales, names of folders). Models are tiny, with random weights. --count stands for each
-part's own number of cases. Counts of the parts that ran replace theirs in benchmarks/results/faults.json; --no-json writes none. The
-exit code is 1 if anything is wrong.
+Parts:
+  kills     SIGKILL, SIGTERM, SIGINT twice: at random moments, at every change of a file, and of processes of their own
+  disk      full at every operation and within every file, and a disk that is too small (--count 3: at every third)
+  files     damaged at random
+  memory    allocations that fail; with --device cuda those of a GPU
+  two       runs on one output
+  network   a hub that hangs
+  recipes   random ones, YAML bombs, paths that lead out
+  machines  Python versions, extras, homes, locales, names of folders
+
+Models are tiny, with random weights. --count stands for each part's own number of cases. Counts of the parts that ran replace
+theirs in benchmarks/results/faults.json, of which benchmarks/tables/faults.py makes the tables of docs/robustness.md. The exit code
+is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -20,15 +27,14 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.faults import damage, disk, kills, machines, memory, network, recipes
-from tests.faults.runs import Models, Server, Tally, make_models
+from tests.faults.runs import ROOT, Models, Server, Tally, make_models
 
 OUT = ROOT / "benchmarks" / "results" / "faults.json"
 # Part -> how many cases unless --count says otherwise.
-COUNTS = {"kills": 200, "disk": 0, "files": 500, "memory": 100, "two": 60, "network": 0, "recipes": 2000, "machines": 0}
+COUNTS = {"kills": 200, "disk": 1, "files": 500, "memory": 100, "two": 60, "network": 0, "recipes": 2000, "machines": 0}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +84,7 @@ def _served(part: str, server: Server, models: Models, folder: Path, count: int,
         kills.kills_at_changes(server, models, folder / "changes", tally)
         kills.processes(models, server, folder / "processes", count // 10, tally)
     elif part == "disk":
-        disk.full_disk(server, models, folder, tally)
+        disk.full_disk(server, models, folder, tally, step=count)
     elif part == "files":
         damage.damaged_files(server, models, folder, count, tally)
     elif part == "memory":

@@ -12,6 +12,11 @@ def test_the_tables_are_those_of_the_results():
     assert subprocess.run([sys.executable, ROOT / "benchmarks" / "tables" / "readme.py", "--check"]).returncode == 0
 
 
+def test_the_counts_of_faults_are_those_of_the_campaign():
+    """`python benchmarks/tables/faults.py` rewrites them."""
+    assert subprocess.run([sys.executable, ROOT / "benchmarks" / "tables" / "faults.py", "--check"]).returncode == 0
+
+
 def test_the_tables_of_low_bit_weights_are_those_of_the_results():
     """`python benchmarks/tables/grid.py` rewrites them."""
     assert subprocess.run([sys.executable, ROOT / "benchmarks" / "tables" / "grid.py", "--check"]).returncode == 0

@@ -1,7 +1,7 @@
 """Machines of new users: other Pythons with one extra each, odd homes and locales, odd names of folders.
 
-The wheel is built and installed into empty environments; whatever is installed alone must say what it lacks and do what it can. A run of
-the campaign's own environment must give the same bits whatever the home, the locale and the folders are called.
+The wheel is built and installed into empty environments; what is installed alone must say what it lacks and do what it can. A run
+of the campaign's own environment must give the same bits whatever the home, the locale and the folders are called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .disk import _lasting
 from .runs import ROOT, Ended, Models, Tally, make_models, quiet_environment
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-# Extras that are small, with the backend that each brings, and those with torch, which are tried with the campaign's own Python only.
+# Extras that are small, with the backend that each brings; those with torch are tried with the campaign's own Python only.
 LIGHT = {"": None, "osqp": "osqp", "piqp": "piqp", "clarabel": "clarabel", "cvxpy": "cvxpy", "mpax": "mpax", "report": None}
 HEAVY = ("torch", "llm", "quantize")
 _INSTALLING = 900.0
@@ -137,13 +137,17 @@ def _odd(folder: Path, tally: Tally) -> None:
 
 
 def _pruned(models: Models, out: Path, tally: Tally, name: str, given: dict[str, str], taken: tuple[str, ...]) -> dict[str, str]:
-    environment = {key: value for key, value in {**quiet_environment(), **given}.items() if key not in taken}
     commands = [models.prune("llama", out), models.evaluate("llama"), ["report", str(out)]]
     for command in commands:
-        ended = _run([sys.executable, "-m", "qprecon", *command], 120.0, environment=environment)
-        if (wrong := ended.wrong(0)) is not None:
+        if (wrong := run_here(command, given, taken).wrong(0)) is not None:
             tally.fault(f"{name}: {command[0]}", wrong)
     return _lasting(out) if out.is_dir() else {}
+
+
+def run_here(command: list[str], given: dict[str, str], taken: tuple[str, ...]) -> Ended:
+    """A command in a process of its own, with these variables set and those unset."""
+    environment = {key: value for key, value in {**quiet_environment(), **given}.items() if key not in taken}
+    return _run([sys.executable, "-m", "qprecon", *command], 120.0, environment=environment)
 
 
 def _run(
@@ -153,9 +157,10 @@ def _run(
     began = time.monotonic()
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=seconds, cwd=cwd or ROOT, env=environment, check=check
-        )
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, cwd=cwd or ROOT, env=environment,
+            check=check,
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        out, err = (text.decode(errors="replace") if isinstance(text, bytes) else text or "" for text in (error.stdout, error.stderr))
-        return Ended(None, out, err, seconds)
+        said = [text.decode(errors="replace") if isinstance(text, bytes) else text or "" for text in (error.stdout, error.stderr)]
+        return Ended(None, *said, seconds)
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)

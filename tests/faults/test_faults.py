@@ -1,15 +1,17 @@
 """A few of each of the campaign's faults (`benchmarks/faults.py` has hundreds): the same checks, and no fault is found."""
 
 import os
+import shutil
 
 import pytest
 
 from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, two_at_once
+from .machines import NAMES, run_here
 from .memory import out_of_memory
 from .recipes import bombs, paths_out, random_recipes
-from .runs import Server, Tally, make_models
+from .runs import Models, Server, Tally, make_models
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or not os.path.isdir("/proc/self/fd"), reason="forks, signals and /proc")
 
@@ -67,3 +69,13 @@ def test_recipes(server, models, tmp_path, tally):
     bombs(server, models, tmp_path / "bombs", tally)
     paths_out(server, models, tmp_path / "paths", tally)
     assert tally.counts["refused in one line"] > 20 and tally.counts["taken"] > 5
+
+
+def test_an_odd_home_locale_and_folder(models, tmp_path):
+    """In one: no HOME, LC_ALL=C without UTF-8 mode, spaces and other alphabets in the names of folders."""
+    odd = tmp_path / f"{NAMES[0]} {NAMES[1]}"
+    shutil.copytree(models.folder / "llama", odd / "llama")
+    shutil.copy(models.text, odd / "text.jsonl")
+    given = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = run_here(Models(odd).prune("llama", odd / "out"), given, ("HOME", "HF_HOME", "XDG_CACHE_HOME", "LANG"))
+    assert ended.wrong(0) is None and (odd / "out" / "recipe.yaml").is_file()

@@ -14,6 +14,8 @@ from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.files.hub import ask_hub, hub_answers, is_hub_name, offline_if_silent
 from qprecon.llm.model.loading import load_causal_lm, model_folder
+from tests.faults.network import HANGS
+from tests.faults.network import hub as hanging
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
 
@@ -77,6 +79,16 @@ def test_offline_on_purpose_is_left_to_the_libraries(hub, monkeypatch):
     hub(9)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     ask_hub("someone/model", "model")
+
+
+@pytest.mark.parametrize("hang", HANGS[:2])
+def test_a_hub_that_stops_in_its_answer_is_silent(hub, monkeypatch, hang):
+    monkeypatch.setattr("qprecon.llm.files.hub._SECONDS", 0.5)
+    with hanging(hang) as address:
+        hub(int(address.rpartition(":")[2]))
+        assert not hub_answers()
+        with pytest.raises(OSError, match="no folder 'someone/model' here.*hub does not answer"):
+            load_causal_lm("someone/model")
 
 
 def test_a_hub_that_answers_is_left_to_the_libraries(hub):
