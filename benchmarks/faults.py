@@ -10,7 +10,8 @@ Parts:
   two       runs on one output
   network   a hub that hangs
   recipes   random ones, YAML bombs, paths that lead out
-  machines  Python versions, extras, homes, locales, names of folders
+  machines  Python versions and extras, in empty environments
+  homes     homes, locales, names of folders
 
 Models are tiny, with random weights. --count stands for each part's own number of cases. Counts of the parts that ran replace
 theirs in benchmarks/results/faults.json, of which benchmarks/tables/faults.py makes the tables of docs/robustness.md. The exit code
@@ -34,7 +35,7 @@ from tests.faults.runs import ROOT, Models, Server, Tally, make_models
 
 OUT = ROOT / "benchmarks" / "results" / "faults.json"
 # Part -> how many cases unless --count says otherwise.
-COUNTS = {"kills": 200, "disk": 1, "files": 500, "memory": 100, "two": 60, "network": 0, "recipes": 2000, "machines": 0}
+COUNTS = {"kills": 200, "disk": 1, "files": 500, "memory": 100, "two": 60, "network": 0, "recipes": 2000, "machines": 0, "homes": 0}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,6 +69,8 @@ def run(part: str, models: Models, folder: Path, count: int, device: str, tally:
     """One part of the campaign."""
     if part == "machines":
         machines.new_machines(folder, tally)
+    elif part == "homes":
+        machines.odd_homes(folder, tally)
     elif part == "network":
         network.hanging_network(models, folder, tally)
     elif part == "memory" and device == "cuda":

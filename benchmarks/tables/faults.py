@@ -17,7 +17,7 @@ RESULT, PAGE = ROOT / "benchmarks" / "results" / "faults.json", ROOT / "docs" / 
 TITLES = {
     "kills": "killed", "two": "two runs on one output", "disk": "full disks", "files": "damaged files",
     "memory of a cpu": "no memory", "memory of a gpu": "no memory on a GPU", "network": "a hub that hangs",
-    "recipes": "recipes", "machines": "new users' machines",
+    "recipes": "recipes", "machines": "empty environments", "homes": "odd homes and folders",
 }  # fmt: skip
 LOSSES = ("blocks lost", "wrong bits", "wrong answers")
 

@@ -37,18 +37,15 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # name -> (
 NAMES = ("with some spaces", "Größe-模型-🦙", "l" * 200, "a'b\"c;d$e", "[x]*?", "-dash", "tab\there")
 
 
-def new_machines(folder: Path, tally: Tally, pythons: tuple[str, ...] = PYTHONS, extras: bool = True) -> None:
-    """All of it; `extras` False: the campaign's own environment only, no installation."""
+def new_machines(folder: Path, tally: Tally) -> None:
+    """The wheel in an empty environment for each Python that is here and each extra."""
     folder.mkdir(parents=True)
-    if extras:
-        wheel = _wheel(folder)
-        _problem(folder / "problem.npz")
-        for version, python in interpreters(pythons):
-            tally.counts[f"environments with Python {version}"] = 0
-            own = version == ".".join(map(str, sys.version_info[:2]))
-            for extra in (*LIGHT, *(HEAVY if own else ())):
-                _installed(python, version, extra, wheel, folder, tally)
-    _odd(folder / "odd", tally)
+    wheel = _wheel(folder)
+    _problem(folder / "problem.npz")
+    for version, python in interpreters():
+        own = version == ".".join(map(str, sys.version_info[:2]))
+        for extra in (*LIGHT, *(HEAVY if own else ())):
+            _installed(python, version, extra, wheel, folder, tally)
 
 
 def interpreters(versions: tuple[str, ...] = PYTHONS) -> Iterator[tuple[str, Path]]:
@@ -77,8 +74,9 @@ def _problem(path: Path) -> None:
 def _installed(python: Path, version: str, extra: str, wheel: Path, folder: Path, tally: Tally) -> None:
     place, name = folder / f"venv-{version}-{extra}", f"Python {version} with {extra or 'no extra'}"
     try:
-        _run([str(python), "-m", "venv", str(place)], _INSTALLING, check=True)
-        install = [str(place / "bin" / "pip"), "install", "-q", f"{wheel}[{extra}]" if extra else str(wheel)]
+        _run([str(python), "-m", "venv", "--without-pip", str(place)], _INSTALLING, check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python")]
+        install = [*pip, "install", "-q", f"{wheel}[{extra}]" if extra else str(wheel)]
         if (ended := _run(install, _INSTALLING)).code != 0:
             tally.counts["environments that pip cannot make"] += 1
             tally.counts[f"pip: Python {version} with {extra or 'no extra'}"] += 1
@@ -98,7 +96,7 @@ def _trials(place: Path, extra: str, folder: Path) -> Iterator[tuple[str, tuple[
     """What is tried: its name, the exit codes that are right, what must be said, the command."""
     python, command = str(place / "bin" / "python"), str(place / "bin" / "qprecon")
     yield "import", (0,), "0.", [python, "-W", "error", "-c", "import qprecon, qprecon.llm; print(qprecon.__version__)"]
-    for name in _COMMANDS:
+    for name in _COMMANDS if not extra else ():
         yield f"{name} --help", (0,), f"usage: qprecon {name}", [command, name, "--help"]
     yield "backends", (0,), "cholesky", [command, "backends"]
     problem, solved = str(folder / "problem.npz"), str(folder / "solved.npz")
@@ -117,7 +115,8 @@ def _trials(place: Path, extra: str, folder: Path) -> Iterator[tuple[str, tuple[
         yield "report", (2,), "so qprecon did not write it", [command, "report", str(folder)]
 
 
-def _odd(folder: Path, tally: Tally) -> None:
+def odd_homes(folder: Path, tally: Tally) -> None:
+    """The campaign's own environment with odd homes and locales, and with folders of odd names."""
     models = make_models(folder / "models", ("llama",))
     right = None
     for name, (given, taken) in {"as it is": ({}, ()), **ENVIRONMENTS}.items():
