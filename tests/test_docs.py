@@ -73,6 +73,13 @@ def test_the_example_of_one_layer_runs(capsys):
     assert names["solution"].weights.shape == (512, 256)
 
 
+def test_the_example_of_rounding_runs(capsys):
+    (code,) = (block for block in blocks("low_bit.md", "python") if "prepared.round" in block)
+    names = {}
+    exec(code, names)
+    assert "(8, 256)" in capsys.readouterr().out and len(np.unique(names["stored"].fitted.units(names["stored"].weights))) <= 16
+
+
 def test_the_examples_of_regression_run():
     names = {}
     for code in blocks("regression.md", "python"):

@@ -1,0 +1,117 @@
+"""Fill the tables of the documentation's page on low-bit weights from the committed results.
+
+    python benchmarks/tables/grid.py            (rewrites docs/low_bit.md)
+    python benchmarks/tables/grid.py --check    (exits with 1 if it says something else)
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "low_bit.md"
+MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"}
+METHODS = {
+    "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-start": "GPTQ's sweep of the optimal weights",
+    "ours": "**ours**", "sparsegpt+gptq": "SparseGPT + GPTQ in one sweep", "slim": "SLiM",
+}  # fmt: skip
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def load(name: str) -> list[dict[str, Any]]:
+    """Rows of a result; none where it was not measured."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def layers() -> str:
+    """f over the sparse optimum's, the five layers joined by slashes."""
+    rows = load("rounding")
+    grids, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("grid", "method"))
+    order = [method for method in ("nearest", "gptq", "gptq-start", "descent", "sweep") if method in methods]
+
+    def cell(grid: str, method: str) -> str:
+        found = [row["over_optimum"] for row in rows if (row["grid"], row["method"]) == (grid, method)]
+        return " / ".join(f"{value:.3f}" if value < 1.1 else f"{value:.2f}" for value in found)
+
+    named = ", ".join(dict.fromkeys(row["layer"] for row in rows))
+    return table(["grid", *order], [[grid, *(cell(grid, method) for method in order)] for grid in grids]) + f"\n\nLayers: {named}."
+
+
+def perplexities() -> str:
+    """WikiText-2 / C4 of every case that was measured, a table a model."""
+    return "\n\n".join(_of_model(name, label) for name, label in MODELS.items() if load(f"grid_{name}"))
+
+
+def _of_model(name: str, label: str) -> str:
+    wanted = {"split": "test", "calibration": "wikitext2", "seed": 0, "windows": 128, "seqlen": 2048, "eval_windows": None}
+    rows = [row for row in load(f"grid_{name}") if all(row[key] == value for key, value in wanted.items())]
+    cases = list(dict.fromkeys((row["pattern"], row["grid"], row["group"]) for row in rows if row["method"] != "slim"))
+    presets = [preset for preset in ("fast", "best") if any(row["preset"] == preset for row in rows)]
+    lines = []
+    for pattern, grid, group in sorted(cases, key=lambda case: (("dense", "50%", "2:4").index(case[0]), case[1])):
+        own = [row for row in rows if (row["pattern"], row["grid"]) == (pattern, grid)]
+        methods = {(row["method"], row["rank"]) for row in own}
+        for method, rank in sorted(methods, key=lambda key: (key[1], list(METHODS).index(key[0]))):
+            some = [row for row in own if (row["method"], row["rank"]) == (method, rank)]
+            what = f"{pattern}, {grid}" + (f", groups of {group}" if group else "")
+            cells = [_cell(some, preset) for preset in presets]
+            bits = f"{some[0]['bits_per_weight']:.2f}"
+            lines.append([what, METHODS[method] + (f" + rank {rank}" if rank else ""), bits, *cells])
+    cards, dates = (", ".join(sorted({row[key] for row in rows})) for key in ("card", "date"))
+    head = ["pattern, grid", "method", "bits a weight", *(f"{preset}: WikiText-2 / C4" for preset in presets)]
+    return f"{label}:\n\n{table(head, lines)}\n\n{cards}; {dates}."
+
+
+def _cell(rows: list[dict[str, Any]], preset: str) -> str:
+    """Methods with a mask of their own know no preset; they stand in the first column."""
+    found = [row for row in rows if row["preset"] == preset or (row["preset"] is None and preset == "fast")]
+    return " / ".join(f"{value:.2f}" for value in found[0]["perplexity"].values()) if found else "–"
+
+
+def sizes() -> str:
+    """Bytes on disk."""
+    models = [name for name in MODELS if load(f"sizes_{name}")]
+    blocks = []
+    for name in models:
+        rows = load(f"sizes_{name}")
+        megabytes = lambda count: f"{count / 1e6:.1f}" if count else ""  # noqa: E731
+        body = [[row["variant"], megabytes(row["model_bytes"]), megabytes(row["adapter_bytes"])] for row in rows]
+        share = rows[0]["pruned_weights"] / rows[0]["parameters"]
+        note = f"{MODELS[name]}: {share:.0%} of {rows[0]['parameters'] / 1e6:.0f} million parameters are in pruned layers."
+        blocks.append(f"{note}\n\n{table(['stored as', 'model, MB', 'adapter, MB'], body)}")
+    return "\n\n".join(blocks)
+
+
+def filled(page: str) -> str:
+    """The page with its sections made anew."""
+    for name, make in (("layers", layers), ("perplexities", perplexities), ("sizes", sizes)):
+        mark = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+        assert mark.search(page), name
+        text = make()
+        page = mark.sub(lambda found, text=text: found[1] + (text + "\n" if text else "") + found[2], page)
+    return page
+
+
+def main() -> int:
+    """Rewrite or check."""
+    before = PAGE.read_text()
+    after = filled(before)
+    if "--check" in sys.argv[1:]:
+        return int(before != after)
+    PAGE.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
