@@ -7,6 +7,7 @@ from .interop import Array, Place, device_type
 _HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
 _DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
 _LEAST_WIDTH = 256
+_WORDS = ("out of memory", "outofmemory", "resource_exhausted", "can't allocate memory", "not enough memory")  # of torch and jax
 
 
 def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> int:
@@ -29,7 +30,7 @@ def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> in
 def out_of_memory(error: Exception) -> bool:
     """Whether an error of numpy, torch or jax says that memory ran out."""
     text = f"{type(error).__name__} {error}".lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "outofmemory" in text or "resource_exhausted" in text
+    return isinstance(error, MemoryError) or any(word in text for word in _WORDS)
 
 
 def release(near: Array) -> None:

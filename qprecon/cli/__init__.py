@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import qprecon
 from qprecon.errors import RankError
+from qprecon.files import one_line
+from qprecon.memory import out_of_memory
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
 from ._launch import is_grouped, is_silent, launched_rank
@@ -21,6 +23,7 @@ from ._stop import Terminated, signals_raise
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
 SHARED = ("prune",)  # what several processes of a launcher do as one
 BAD_INPUT = 2
+_LONGEST = 500  # characters of a word in an error; a value that was given may be a whole file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,19 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(1)  # a collective that the lost rank left behind would keep this process
     except Exception as error:
-        if parsed.traceback or not _is_bad_input(error):
+        if parsed.traceback or not _is_told(error):
             raise
         who = f"rank {launched_rank()}: " if is_grouped() and launched_rank() is not None else ""
         if is_grouped() or not is_silent():
-            print(f"qprecon {parsed.command}: error: {who}{' '.join(str(error).split())}", file=sys.stderr)
+            print(f"qprecon {parsed.command}: error: {who}{_line(error)}", file=sys.stderr)
         return BAD_INPUT
 
 
-def _is_bad_input(error: Exception) -> bool:
-    """What a user can mend: a bad value or file, a missing or broken package. Anything else is our own mistake."""
+def _is_told(error: Exception) -> bool:
+    """What a user can mend: a bad value or file, a missing or broken package, no memory. Anything else is our own mistake."""
     from qprecon.errors import PluginBrokenError
 
-    return isinstance(error, ValueError | OSError | ImportError | PluginBrokenError)
+    return isinstance(error, ValueError | OSError | ImportError | PluginBrokenError) or out_of_memory(error)
+
+
+def _line(error: Exception) -> str:
+    """An error on one line."""
+    if out_of_memory(error) and not isinstance(error, ValueError):
+        return f"out of memory ({one_line(error)}); fewer or shorter windows, or a smaller batch, take less"
+    return " ".join(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}…" for word in str(error).split())
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from qprecon.files import one_line
 from qprecon.llm.settings.options import options
 from qprecon.llm.settings.run import Run
+from qprecon.memory import out_of_memory
 
 from ._flags import add_options, given
 from ._launch import is_silent, launched
 from ._stop import Terminated
 
+_GOES_ON = "the same command goes on after the last finished block"
 _EPILOG = """\
 Zeros neither shrink nor speed up a dense checkpoint: OUT holds plain dense safetensors that any software can load.
 To use them, a runtime with sparse kernels (for 2:4) or sparse storage is needed.
@@ -59,7 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Terminated) as stop:
         if not partial_folder(words["out"]).is_dir():
             raise
-        raise type(stop)("the same command goes on after the last finished block") from stop
+        raise type(stop)(_GOES_ON) from stop
+    except Exception as error:
+        if not out_of_memory(error) or not partial_folder(words["out"]).is_dir():
+            raise
+        raise MemoryError(f"{one_line(error)}; {_GOES_ON}") from error
     if is_silent():
         return 0
     if not arguments.quiet:

@@ -264,6 +264,20 @@ def test_bad_input_prints_no_traceback(folder):
     assert done.stderr.strip().splitlines() == ["qprecon eval: error: no such model folder: ./none"]
 
 
+@pytest.mark.parametrize("error", [
+    MemoryError("Unable to allocate 3 TiB"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB.\n More words."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 3 TiB"),
+], ids=lambda error: type(error).__name__)  # fmt: skip
+def test_no_memory_is_one_line(monkeypatch, capsys, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(qprecon, "available_backends", fail)
+    assert cli.main(["backends"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("qprecon backends: error: out of memory (") and "3 TiB" in line and line.count("\n") == 1
+
+
 def test_an_output_folder_that_holds_something_else_is_left_alone(folder, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     line = ["prune", str(folder / "model"), str(tmp_path), "--calib", str(folder / "calib.txt")]

@@ -136,6 +136,9 @@ def test_an_audit_and_an_inverse_factor_of_a_prepared_hessian():
     np.testing.assert_allclose(audit.objective, host.objective, rtol=1e-9)
     np.testing.assert_allclose(audit.gap_bound, host.gap_bound, rtol=1e-6)
     assert solution.residual.is_cuda and solution.residual.shape == w_NK.shape
+    assert solution.duals.is_cuda and solution.notices == ()
+    pruned = ~mask_NK.cuda()
+    assert torch.equal(solution.duals[pruned], 2 * solution.residual[pruned]) and not solution.duals[~pruned].any()
     factor_NN = prepared.inverse_factor(dtype="float64")
     damped_NN = h_NN.double() + 0.01 * h_NN.double().diagonal().mean() * torch.eye(len(h_NN), dtype=torch.float64)
     assert torch.dist(factor_NN.cpu().T @ factor_NN.cpu() @ damped_NN, torch.eye(len(h_NN), dtype=torch.float64)) < 1e-6

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .memory import no_memory
+
 # What Python tells an audit hook of changes to a file system, beside "open" for writing.
 _ROOM = {"os.mkdir", "os.rename", "shutil.copyfile"}  # they may find the disk full
 _CHANGES = _ROOM | {"os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
@@ -145,6 +147,22 @@ def _small_disk(at: str, bytes: int, kept: str) -> Iterator[None]:
         shutil.copytree(at, kept, symlinks=True)
 
 
+@contextmanager
+def _checks_only() -> Iterator[None]:
+    """A run ends well where it would read the calibration text: all that is cheap has been checked then."""
+    from qprecon.llm.pruning import loop
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise SystemExit(0)
+
+    before, loop.calibration_samples = loop.calibration_samples, stop
+    try:
+        yield
+    finally:
+        loop.calibration_samples = before
+
+
 FAULTS: dict[str, Callable[..., Any]] = {
-    "none": _none, "at_change": _at_change, "file_limit": _file_limit, "small_disk": _small_disk,
+    "none": _none, "at_change": _at_change, "file_limit": _file_limit, "small_disk": _small_disk, "no_memory": no_memory,
+    "checks_only": _checks_only,
 }  # fmt: skip

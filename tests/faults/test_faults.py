@@ -4,8 +4,11 @@ import os
 
 import pytest
 
+from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, two_at_once
+from .memory import out_of_memory
+from .recipes import bombs, paths_out, random_recipes
 from .runs import Server, Tally, make_models
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or not os.path.isdir("/proc/self/fd"), reason="forks, signals and /proc")
@@ -47,3 +50,20 @@ def test_two_on_one_output(server, models, tmp_path, tally):
 def test_a_full_disk(server, models, tmp_path, tally):
     full_disk(server, models, tmp_path, tally, step=41)
     assert tally.counts["refused in one line"] > 5
+
+
+def test_damaged_files(server, models, tmp_path, tally):
+    damaged_files(server, models, tmp_path, 60, tally)
+    assert tally.counts["refused in one line"] > 30 and tally.counts["pruned"] > 2
+
+
+def test_out_of_memory(server, models, tmp_path, tally):
+    out_of_memory(server, models, tmp_path, 12, tally, kinds=("llama", "llama-pickled"))
+    assert tally.counts["one line"] > 2 and tally.counts["finished all the same"] > 2
+
+
+def test_recipes(server, models, tmp_path, tally):
+    random_recipes(server, models, tmp_path / "random", 60, tally)
+    bombs(server, models, tmp_path / "bombs", tally)
+    paths_out(server, models, tmp_path / "paths", tally)
+    assert tally.counts["refused in one line"] > 20 and tally.counts["taken"] > 5

@@ -21,6 +21,7 @@ from qprecon.llm.calibration.windows import (
     cut_windows,
     is_text,
 )
+from qprecon.llm.model.blocks import check_finite
 from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
@@ -102,7 +103,7 @@ def perplexity(
 
     Raises:
         ValueError: text shorter than one window (with the counts), a window longer than the model's positions, token
-            ids outside its vocabulary, NaN logits, or a bad argument.
+            ids outside its vocabulary, NaN logits (a weight that is not finite is named), or a bad argument.
         TypeError: text or tokens of another kind.
     """
     check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
@@ -157,6 +158,15 @@ def check_perplexity(
     check_cut(seqlen, bos)
 
 
+def _cause(model: Any) -> str:
+    """The end of a message about NaN: a weight that is not finite, if there is one."""
+    try:
+        check_finite(model.named_parameters())
+    except ValueError as error:
+        return f": {error}"
+    return ""
+
+
 @torch.inference_mode()
 def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torch.dtype | None, progress: bool | str) -> float:
     device = model.get_input_embeddings().weight.device
@@ -166,7 +176,7 @@ def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torc
         for index, batch in enumerate(tokens.split(batch_size)):
             nll = _forward_nll(model, batch.to(device), autocast)
             if math.isnan(nll):
-                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch")
+                raise ValueError(f"the model gives NaN logits, first in window {index * batch_size} or its batch{_cause(model)}")
             total += nll
             step("perplexity", len(batch))
     return total

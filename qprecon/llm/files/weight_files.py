@@ -197,6 +197,16 @@ def check_contents(files: WeightFiles) -> None:
                     raise BadFileError(f"{path} is damaged: the checksum of {bad} in it is another")
 
 
+def check_index(files: WeightFiles) -> None:
+    """BadFileError for a file that lacks a tensor which the index says is there. An index may be old: ask once it matters."""
+    if files.index is None:
+        return
+    held = check_files(files)
+    for name, file in read_json(files.folder / files.index)["weight_map"].items():
+        if name not in held[file]:
+            raise BadFileError(f"{files.folder / file} is another file, or damaged: by {files.index} it should hold {name}")
+
+
 def check_files(files: WeightFiles) -> dict[str, dict[str, str]]:
     """file -> name -> dtype of all stored tensors, once every file has been found to be whole. Raises as the readers here do."""
     if files.safetensors:

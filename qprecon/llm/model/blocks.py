@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,23 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def check_weights(block: Block) -> None:
     """ValueError, naming the tensor, for a parameter of the block that is not finite; waits for the device once."""
-    named = [(name, p) for name, p in block.module.named_parameters() if p.dtype in FLOATS and not p.is_meta]
-    if named:
-        finite = torch.stack([torch.isfinite(parameter).all() for _, parameter in named]).tolist()
-        for (name, _), sound in zip(named, finite, strict=True):
+    check_finite((f"{block.name}.{name}", parameter) for name, parameter in block.module.named_parameters())
+
+
+def check_outside(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """As `check_weights`, of all parameters that are in no block."""
+    prefixes = tuple(f"{block.name}." for block in blocks)
+    check_finite((name, parameter) for name, parameter in model.named_parameters() if not name.startswith(prefixes))
+
+
+def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """ValueError, naming it, for the first of these tensors that is not finite."""
+    known = [(name, tensor) for name, tensor in named if tensor.dtype in FLOATS and not tensor.is_meta]
+    if known:
+        finite = torch.stack([torch.isfinite(tensor).all() for _, tensor in known]).tolist()
+        for (name, _), sound in zip(known, finite, strict=True):
             if not sound:
-                raise ValueError(f"{block.name}.{name} holds weights that are not finite (NaN or infinite)")
+                raise ValueError(f"{name} holds weights that are not finite (NaN or infinite)")
 
 
 def find_blocks(model: nn.Module) -> list[Block]:

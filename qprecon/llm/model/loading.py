@@ -14,8 +14,9 @@ from qprecon.errors import BadFileError
 from qprecon.files import near, one_line, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts
-from qprecon.llm.files.weight_files import check_contents, check_files, weight_files
+from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
 from qprecon.llm.model.dtypes import as_dtype
+from qprecon.memory import out_of_memory
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -81,14 +82,16 @@ def load_whole(
     files = weight_files(folder)
     check_kinds(folder, check_files(files), config)
     try:
-        with loading(f"the model in {model}"):
+        with loading(f"the model in {model}"), _in_silence():
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
     except BadFileError:
         check_contents(files)  # which names the file, if it is one's contents
+        check_index(files)
         raise
     if missing := sorted(found["missing_keys"]):
+        check_index(files)
         raise ValueError(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
             "complete, and is it a causal language model?"
@@ -180,6 +183,19 @@ def local_copy(model: str) -> Path | None:
 
 
 @contextmanager
+def _in_silence() -> Iterator[None]:
+    """While open, transformers does not log what it finds: it is asked, and what matters is said in one line."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
 def loading(what: str) -> Iterator[None]:
     """While open, whatever transformers raises for bad files, of a dozen classes, becomes one line: "`what` cannot be loaded"."""
     try:
@@ -187,6 +203,8 @@ def loading(what: str) -> Iterator[None]:
     except (BadFileError, ImportError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise MemoryError(f"{what} cannot be loaded: {one_line(error)}") from error
         raise BadFileError(f"{what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # what the Rust libraries raise is no Exception

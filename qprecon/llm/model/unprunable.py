@@ -16,6 +16,7 @@ from torch import nn
 
 from qprecon.llm.model.blocks import Block, is_conv1d
 from qprecon.llm.model.dtypes import FLOATS
+from qprecon.memory import out_of_memory
 
 # A module's own tensors that tell of packed weights: GPTQ and AWQ, HQQ, compressed-tensors.
 _PACKED_NAMES = frozenset({"qweight", "W_q", "weight_packed"})
@@ -272,9 +273,9 @@ class ReplayCheck:
     def _replayed(self, index: int, replay: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         try:
             return replay(hidden)
-        except torch.cuda.OutOfMemoryError:
-            raise
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            if out_of_memory(error):
+                raise
             raise ValueError(f"{self._refusal(index)}: {error}") from error
 
     def _compare(self, index: int, found: torch.Tensor, truth: torch.Tensor) -> None:

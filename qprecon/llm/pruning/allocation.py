@@ -45,7 +45,7 @@ class Owl:
 
     def __post_init__(self) -> None:
         if self.overall.is_nm:
-            raise ValueError(f"OWL varies the share of zeros, so it has no use for {self.overall}; give a sparsity")
+            raise ValueError(f"allocation 'owl' varies the share of zeros, so it has no use for {self.overall}; give a sparsity")
         for name, value in self.options.items():
             if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"OWL's {name} must be a number and not negative, got {value!r}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.model.blocks import check_weights, find_blocks
+from qprecon.llm.model.blocks import check_finite, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
 from qprecon.llm.model.loading import load_causal_lm, model_folder
@@ -65,8 +65,7 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
     check_changeable(model)
     _check_alike(model, dense)
     for each in (model, dense):
-        for block in find_blocks(each):
-            check_weights(block)
+        check_finite(each.named_parameters())
     return Pair(model, dense, tokenizer, name, dense_name, dense_named)
 
 

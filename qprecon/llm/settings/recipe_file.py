@@ -9,6 +9,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 
 from qprecon import files
 from qprecon.llm.model.targets import ATTENTION, as_patterns
@@ -18,6 +19,7 @@ from qprecon.llm.settings.stages import of_other_tools, without_stage
 from qprecon.llm.settings.words import ALIASES, KEYS, SETTINGS, meant, overridden
 
 RECIPE_NAME = "recipe.yaml"
+_MOST_VALUES, _DEEPEST = 100_000, 100
 _OF_ONE_RUN = ("resume", "progress")  # a later run may go on with what an interrupted one has done
 
 
@@ -51,6 +53,8 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     except YAMLError as error:
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
         raise ValueError(f"{path} is not YAML: {problem or error}{f', line {mark.line + 1}' if mark else ''}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a recipe is a mapping such as 'sparsity: 0.5', this is {type(data).__name__}")
     return checked(data, str(path))
@@ -70,9 +74,38 @@ def save_recipe(words: Mapping[str, Any], folder: str | Path) -> Path:
 def from_yaml(text: str) -> Any:
     """The value of a YAML 1.2 document; no tag makes an object. YAML 1.1 would read 2:4 as 124, 1e-4 as text and `no` as False.
 
-    Raises ruamel's YAMLError, for a key that stands there twice too.
+    Raises ruamel's YAMLError, for a key that stands there twice too; ValueError as `check_size`.
     """
+    check_size(text)
     return YAML(typ="safe", pure=True).load(text)
+
+
+def check_size(text: str) -> None:
+    """ValueError for YAML that is more than any recipe: nested deeply, or large once its aliases stand for what they name.
+
+    A few lines may stand for a billion values, over which a reader would run out of time or memory.
+    """
+    sizes: dict[str, int] = {}  # anchor -> values below it
+    above: list[tuple[str | None, int]] = []  # of what is open: its anchor, and the values before it
+    values = 0
+    for event in YAML(typ="safe", pure=True).parse(text):
+        anchor = getattr(event, "anchor", None)
+        if isinstance(event, CollectionStartEvent):
+            above.append((anchor, values))
+            values += 1
+        elif isinstance(event, CollectionEndEvent):
+            opened, before = above.pop()
+            if opened is not None:
+                sizes[opened] = values - before
+        elif isinstance(event, AliasEvent):
+            if anchor in [opened for opened, _ in above]:
+                raise ValueError(f"the alias *{anchor} stands within what it names")
+            values += sizes.get(anchor, 1)
+        elif isinstance(event, ScalarEvent):
+            values += 1
+        if values > _MOST_VALUES or len(above) > _DEEPEST:
+            most = f"{_MOST_VALUES:,} values, aliases written out, and {_DEEPEST} in one another"
+            raise ValueError(f"a recipe has at most {most}")
 
 
 def to_yaml(words: Mapping[str, Any]) -> str:
@@ -86,7 +119,9 @@ def checked(words: Mapping[str, Any], source: str = "recipe") -> dict[str, Any]:
         arguments = _translated(words)
         recipe = Recipe(**{key: value for key, value in arguments.items() if key in SETTINGS})
         Run(**{key: value for key, value in arguments.items() if key not in SETTINGS})
-    except ValueError as error:
+        for word in ("targets", "ignore"):
+            as_patterns(getattr(recipe, word), word)
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{source}: {str(error).removeprefix('recipe: ')}") from error
     if recipe.pattern is not None:
         arguments.pop("sparsity", None)  # they agree, and the pattern says it all

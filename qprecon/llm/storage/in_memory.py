@@ -18,7 +18,7 @@ from qprecon.llm.calibration.capture import capture_inputs, placed
 from qprecon.llm.calibration.memory import windows_together
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks.packed import Packed
-from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
+from qprecon.llm.model.blocks import Block, check_outside, check_weights, outside_blocks
 from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
@@ -36,8 +36,13 @@ class MemoryBlocks:
         self.model, self.blocks, self.device, self.log, self.journal = model, blocks, device, log, journal
         self.packed: list[Packed] = []
         self.scales: dict[str, Fitted] = {}
-        for block in blocks:  # all of them before the first is changed
-            check_weights(block)
+        try:
+            check_outside(model, blocks)
+            for block in blocks:  # all of them before the first is changed
+                check_weights(block)
+        except BaseException:
+            self.stop()
+            raise
 
     def capture(
         self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None, share: Share | None = None

@@ -24,6 +24,7 @@ from qprecon.llm.storage.beside import put, restore, saving_folder, tidy
 from qprecon.llm.storage.card import model_card
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, Journal, current_umask, sync
+from qprecon.memory import out_of_memory
 
 GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page. A process that was killed then
@@ -47,7 +48,7 @@ def check_output(out: str | Path) -> Path:
     that lead to one another; PermissionError where no folder can be made.
     """
     out = _followed(out)
-    above = next(parent for parent in out.parents if parent.exists())
+    above = next(parent for parent in (*out.parents, out) if parent.exists())
     if not above.is_dir():
         raise FileExistsError(f"output {out} would lie in {above}, which is a file")
     if not os.access(above, os.W_OK | os.X_OK):
@@ -103,6 +104,8 @@ def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None
             except OSError:
                 raise
             except Exception as error:  # of transformers, of tokenizers, of the model's own class
+                if out_of_memory(error):
+                    raise
                 why = " ".join(str(error).split())
                 raise ValueError(f"out: the {name} cannot be saved, neither now nor with pruned weights: {why}") from error
 

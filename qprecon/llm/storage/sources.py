@@ -17,7 +17,7 @@ from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.lowbit.compressed import low_bit_facts, packed_tensors
 from qprecon.llm.masks.packed import Packed
-from qprecon.llm.model.blocks import Block, check_weights, outside_blocks
+from qprecon.llm.model.blocks import Block, check_finite, check_weights, outside_blocks
 from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
@@ -112,6 +112,7 @@ class DiskBlocks:
             except torch.cuda.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 fill(self.model, self._read(self.shards, names, torch.device("cpu")))
+            check_finite(self.model.named_parameters())
             batch = windows_together(self.model, samples, self.device, most)
             inputs = capture_inputs(
                 self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams, share=share
@@ -265,7 +266,9 @@ class DiskBlocks:
         return {name: moved[self.stored[name]] for name in names}
 
     def _copy(self, index: int | None) -> None:
-        self._write(index, self._read(self.shards, self._names(index), torch.device("cpu")), (), None, {})
+        tensors = self._read(self.shards, self._names(index), torch.device("cpu"))
+        check_finite((name, tensor) for name, tensor in tensors.items() if self.stored[name] in self.parameters)
+        self._write(index, tensors, (), None, {})
 
     def _write(
         self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any,

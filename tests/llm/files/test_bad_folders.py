@@ -159,6 +159,34 @@ def test_a_header_that_contradicts_itself(good, change, tmp_path, capsys):
         refused(capsys, command, "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("model", ["one", "shards", "pickled"])
+def test_a_weight_that_is_not_finite_is_named(good, name, model, tmp_path, capsys):
+    """Outside the blocks too: one row of an embedding may not show in the calibration text."""
+    shutil.copytree(good, tmp_path / "x")
+    if model == "pickled":
+        path = tmp_path / "x" / model / "pytorch_model.bin"
+        torch.save({**(own := torch.load(path)), name: own[name].index_fill(0, torch.tensor([0]), float("inf"))}, path)
+    else:
+        paths = (tmp_path / "x" / model).glob("*.safetensors")
+        path, own = next((path, own) for path in paths if name in (own := load_file(path)))
+        own[name][0] = float("nan")
+        save_file(own, path, metadata={"format": "pt"})
+    prune, evaluate = commands(tmp_path / "x", model)
+    refused(capsys, prune, name)
+    assert not (tmp_path / "x" / "out").exists()
+    if "embed" not in name and model != "pickled":  # an evaluation may have no use for that row
+        refused(capsys, evaluate, name)
+
+
+def test_a_shard_that_is_another_one_is_named(good, tmp_path, capsys):
+    shutil.copytree(good, tmp_path / "x")
+    first, second, *_ = sorted((tmp_path / "x" / "shards").glob("model-*.safetensors"))
+    shutil.copy(first, second)
+    for command in commands(tmp_path / "x", "shards"):
+        refused(capsys, command, second.name, "model.safetensors.index.json")
+
+
 def test_an_index_that_leaves_the_folder(good, tmp_path, capsys):
     shutil.copytree(good, tmp_path / "x")
     path = tmp_path / "x" / "shards" / "model.safetensors.index.json"

@@ -322,3 +322,20 @@ def test_prune_by_recipe_saves_the_effective_one(tmp_path, monkeypatch, capsys):
     assert dict(load_recipe("out/recipe.yaml")) == dict(saved)
     assert cli.main(["prune", "--recipe", "none.yaml"]) == 2
     assert "no such recipe: none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("a: &a0 [1, 1]\n" + "".join(f"b{i}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(30)), "100,000 values"),
+    ("targets: &t [*t]", "the alias \\*t stands within what it names"), ("mask_options: " + "[" * 1000, "in one another"),
+    ("targets: !!binary aGVsbG8=", "targets: a pattern is a non-empty string"), ("ignore: [3]", "ignore: a pattern"),
+])  # fmt: skip
+def test_yaml_that_is_made_to_break_its_reader(tmp_path, text, said):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said) as caught:
+        load_recipe(tmp_path / "recipe.yaml")
+    assert "recipe.yaml" in str(caught.value)
+
+
+def test_aliases_are_taken(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("targets: &mlp ['re:.*mlp.*']\nignore: *mlp")
+    assert load_recipe(tmp_path / "recipe.yaml")["ignore"] == ["re:.*mlp.*"]

@@ -1,0 +1,183 @@
+"""Memory that runs out at one of a run's allocations, drawn from all above a size: on a CPU, or on a GPU (`device`).
+
+What must hold: the run finishes with all columns certified (with fewer of them at a time, so the last digits may be others), or
+ends with one line that says so; then the same command goes on after what was finished, and on a CPU gives the bits of a run that
+had memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .kills import CONTINUED, finished_blocks
+from .runs import Ended, Models, Server, Tally, beside, contents
+
+LEAST = {"cpu": 2**10, "cuda": 2**20}  # bytes of an allocation that counts; models on a CPU are tiny
+_WIDER = ["--nsamples", "16", "--seqlen", "512"]  # of a model on a GPU, see `make_wide`
+
+
+class InProcess:
+    """As `Server`, without a fork, which CUDA does not survive: runs in this process."""
+
+    def run(self, arguments: Sequence[str], fault: dict[str, Any] | None = None) -> Ended:
+        """One run to its end."""
+        from qprecon import cli
+
+        from . import inject
+
+        out, err, began, code = io.StringIO(), io.StringIO(), time.monotonic(), 1
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                with inject.fault(fault):
+                    code = cli.main([*map(str, arguments)])
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 1
+            except Exception:
+                traceback.print_exc()
+        return Ended(code, out.getvalue(), err.getvalue(), time.monotonic() - began)
+
+
+def make_wide(folder: Path) -> Models:
+    """Models whose runs allocate by the megabyte, as folders `llama`, in shards, and `llama-pickled`."""
+    import torch
+    import transformers as tf
+
+    from tests.llm.toy_text import VOCABULARY, toy_tokenizer, words
+
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=len(VOCABULARY), hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=512,
+    )  # fmt: skip
+    model = tf.LlamaForCausalLM(config)
+    model.save_pretrained(folder / "llama", max_shard_size="10MB")
+    toy_tokenizer().save_pretrained(folder / "llama")
+    shutil.copytree(folder / "llama", folder / "llama-pickled", ignore=shutil.ignore_patterns("*.safetensors*"))
+    torch.save(model.state_dict(), folder / "llama-pickled" / "pytorch_model.bin")
+    (folder / "text.jsonl").write_text("\n".join(f'{{"text": "{words(600, start=i)}"}}' for i in range(20)), encoding="utf-8")
+    return Models(folder)
+
+
+def out_of_memory(
+    server: Server | InProcess, models: Models, folder: Path, count: int, tally: Tally, device: str = "cpu",
+    kinds: Sequence[str] = ("llama", "llama-pickled", "moe"),
+) -> None:  # fmt: skip
+    """`count` runs, each without memory for one allocation drawn at random of those of `LEAST` and more."""
+    known = {}
+    for kind in kinds:
+        out, told = folder / kind / "out", folder / f"{kind}-allocations"
+        command = models.prune(kind, out, *(_WIDER if device == "cuda" else []))
+        command[command.index("--device") + 1] = device
+        fault = {"kind": "no_memory", "at": 0, "least": LEAST[device], "device": device, "told": str(told)}
+        out.parent.mkdir(parents=True)
+        if (ended := server.run(command, fault)).code != 0:
+            raise RuntimeError(f"a run without any fault failed: {ended.err[-1000:]}")
+        known[kind] = command, out, contents(out), fault, int(told.read_text())
+        tally.counts["allocations that one is drawn from"] += known[kind][-1]
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        command, out, right, fault, allocations = known[kind]
+        at = tally.random(number).randrange(allocations) + 1
+        for path in (out, *(out.parent / name for name in beside(out))):
+            shutil.rmtree(path, ignore_errors=True)
+        ended = server.run(command, {**fault, "at": at})
+        for wrong in _wrong(server, ended, command, out, right, device == "cpu", tally):
+            tally.fault(f"{number}: allocation {at} of {allocations} of {kind}", wrong)
+
+
+def _wrong(
+    server: Server | InProcess, ended: Ended, command: list[str], out: Path, right: dict[str, str], exact: bool, tally: Tally
+) -> Iterator[str]:
+    if (wrong := ended.wrong(0, 2)) is not None:
+        yield wrong
+        return
+    if ended.code == 2:
+        tally.counts["one line"] += 1
+        if "out of memory" not in ended.line:
+            yield f"it does not say that memory ran out: {ended.line}"
+        finished = finished_blocks(out)
+        again = server.run(command)
+        if (wrong := again.wrong(0)) is not None:
+            yield f"run again: {wrong}"
+            return
+        continued = sum(map(int, CONTINUED.findall(again.out)))
+        tally.counts["blocks finished before"] += finished
+        tally.counts["blocks taken over by the next run"] += continued
+        if continued < finished:
+            yield f"{finished} blocks were finished, the next run went on after {continued}"
+    else:
+        tally.counts["finished all the same"] += 1
+    from qprecon.llm import PruneReport
+
+    if ended.code == 2 and exact and contents(out) != right:
+        yield f"other bits: {sorted({*contents(out).items()} ^ {*right.items()})}"
+    if any(row.uncertified or row.fallbacks for row in PruneReport.load(out).layers):
+        yield "a column is not certified"
+    if left := beside(out):
+        yield f"left beside the output: {left}"
+
+
+@contextmanager
+def no_memory(at: int, least: int, device: str, told: str | None = None) -> Iterator[None]:
+    """The `at`-th allocation of `least` bytes or more on the device fails, in whatever thread; 0: none. told: gets their number."""
+    import concurrent.futures
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    seen = 0
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal seen
+            found = function(*args, **(kwargs or {}))
+            given = {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+            for each in tree_leaves(found):
+                if isinstance(each, torch.Tensor) and each.device.type == device and _storage(each) not in given:
+                    size = each.untyped_storage().nbytes()
+                    seen += size >= least
+                    if size >= least and seen == at:
+                        del found, each
+                        raise _error(torch, device, size)
+            return found
+
+    submit = concurrent.futures.ThreadPoolExecutor.submit
+
+    def watched(pool, function, *arguments, **named):
+        def inside():
+            with Allocations():
+                return function(*arguments, **named)
+
+        return submit(pool, inside)
+
+    concurrent.futures.ThreadPoolExecutor.submit = watched  # type: ignore[method-assign]
+    try:
+        with Allocations():
+            yield
+    finally:
+        concurrent.futures.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        if told is not None:
+            Path(told).write_text(str(seen))
+
+
+def _storage(tensor: Any) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _error(torch: Any, device: str, size: int) -> Exception:
+    """As torch raises it there."""
+    if device == "cuda":
+        return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB. GPU 0 has a total …")
+    return RuntimeError(
+        f"[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} "
+        "bytes. Error code 12 (Cannot allocate memory)"
+    )
