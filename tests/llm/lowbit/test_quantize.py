@@ -163,6 +163,18 @@ def test_qprecon_eval_reads_it(tmp_path, capsys):
     assert "int4" in card and "5 bits" in card
 
 
+def test_2_4_is_found_in_low_bit_files(monkeypatch, tmp_path):
+    """`qprecon check-sparse` unpacks them; the sparse kernels themselves need a GPU, so a product stands in for them here."""
+    from qprecon.llm.evaluation import sparse_check
+
+    model = build("llama").to(torch.bfloat16)
+    report = prune_model(model, tokens(6), out=tmp_path / "out", quantize="int8", pattern="2:4", progress=False)
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
+    monkeypatch.setattr(sparse_check, "_REPEATS", 1)
+    found = sparse_check.check_sparse(tmp_path / "out", tokens=8, dtype="bfloat16", device="cpu")
+    assert found.ok and not found.not_2_4 and sum(row.layers for row in found.rows) == len(report.layers)
+
+
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has experts as linear layers")
 @pytest.mark.parametrize("family", ["qwen2-moe", "mixtral"])
 @pytest.mark.parametrize(("quantize", "group_size"), [("int8", 0), ("int4", 8)])
