@@ -27,7 +27,7 @@ from .interop import Array, cast, dtype_name, from_core, kind_of, like, namespac
 from .linalg import column_dots, exact_float32, masked, upper_inverse_factor
 from .options import is_whole
 from .problem import ColumnQP
-from .rounding import descend, feedback, refit_scales, search_scales
+from .rounding import Product, descend, fast_product, feedback, refit_scales, search_scales
 from .shared import Shared
 from .solution import Solution
 from .verdict import Audit, Known, audited
@@ -88,7 +88,9 @@ def rounded(shared: Shared, problem: ColumnQP, start: Array | Solution, grid: Gr
         work = _Work.of(problem, cast(start_NK, dtype), grid)
         plain = work.candidate(fit_scales(grid, work.start_NK))
         best = plain if effort.method == "nearest" else _best(work, plain, shared, effort)
-        known = Known(start_NK, start.gap_bound if isinstance(start, Solution) else None)
+        known = Known(start_NK)
+        if isinstance(start, Solution):
+            known = Known(start_NK, start.gap_bound, start.objective, start.baseline_objective)
         figures = audited(problem, shared.certificate, best.q_NK, known)
     values = {field.name: getattr(figures, field.name) for field in fields(Audit)}
     return Rounded(**values, weights=from_core(best.q_NK, place), fitted=best.fitted, nearest_objective=work.objective(plain))
@@ -141,18 +143,20 @@ class _Work:
     g_NK: Array | None
     mask_NK: Array
     start_NK: Array
+    product: Product
 
     @staticmethod
     def of(problem: ColumnQP, start_NK: Array, grid: Grid) -> _Work:
         dtype = dtype_name(start_NK)
         sound_NK = problem.mask_NK & like(~problem.invalid_columns(), start_NK)[None, :] & namespace(start_NK).isfinite(start_NK)
         w_NK, g_NK = cast(problem.weights_NK, dtype), problem.linear(dtype)
-        return _Work(problem, grid, problem.damped_hessian(dtype), w_NK, g_NK, problem.mask_NK, masked(start_NK, sound_NK))
+        a_NN = problem.damped_hessian(dtype)
+        return _Work(problem, grid, a_NN, w_NK, g_NK, problem.mask_NK, masked(start_NK, sound_NK), fast_product(a_NN))
 
     def candidate(self, fitted: Fitted, q_NK: Array | None = None) -> _Candidate:
         """``q_NK``, by default the start's nearest values, with r = b − Aq, made anew."""
         q_NK = fitted.nearest(self.start_NK) if q_NK is None else q_NK
-        r_NK = self.a_NN @ (self.w_NK - q_NK)
+        r_NK = self.product(slice(None), self.w_NK - q_NK)
         return self.valued(fitted, q_NK, r_NK if self.g_NK is None else r_NK + self.g_NK)
 
     def valued(self, fitted: Fitted, q_NK: Array, r_NK: Array) -> _Candidate:
@@ -169,7 +173,7 @@ class _Work:
         return self.valued(fitted, q_NK, r_NK)
 
     def _descend(self, fitted: Fitted, q_NK: Array, r_NK: Array, effort: Effort) -> tuple[Array, Array]:
-        return descend(self.a_NN, fitted, q_NK, r_NK, self.mask_NK, effort.sweeps)
+        return descend(self.a_NN, fitted, q_NK, r_NK, self.mask_NK, effort.sweeps, self.product)
 
     def unmasked(self, factor_NN: Array) -> Array:
         """The minimiser of f without a mask, w + A⁻¹g."""
