@@ -104,14 +104,11 @@ def test_in_a_fixed_order_the_same_bits(family, settings, monkeypatch):
 def test_windows_that_go_through_blocks_together(settings, monkeypatch):
     """As on a GPU: two in a stack, none across the edge of a rank's part."""
     monkeypatch.setattr("qprecon.llm.storage.in_memory.windows_together", lambda *_: 2)
-    windows = [*tokens(4, 32), *tokens(8, 20)]
+    windows = [*tokens(4, 32), *tokens(4, 20)]
     expected, report = in_memory(0, "llama", windows, settings)
     found, reported = run(2, in_memory, "llama", windows, settings)[1]
     check_alike(found, expected)
     check_rows(reported, report)
-    whole, _ = in_memory(0, "llama", windows, {"fixed_order": True} | settings)
-    found, _ = run(3, in_memory, "llama", windows, {"fixed_order": True} | settings)[1]
-    assert all(torch.equal(found[name], weight) for name, weight in whole.items())
 
 
 def test_whichever_ranks_see_layers_part_ways(monkeypatch):
