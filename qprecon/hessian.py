@@ -17,7 +17,7 @@ ENTRY = 128.0
 On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/proof/test_certificate.py). An H100's
 tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens in batches of 2048
 (tests/contract/test_gpu.py). They lose more in longer batches, as sums are cut off towards zero: 371 was seen for a product of 5000
-rows (an H200), nearly the same share of every entry, which changes no answer. `qprecon.sums` makes small H from shorter ones."""
+rows (an H200). So `qprecon.sums` makes small H from shorter products; large ones from batches of 8192 were not measured."""
 
 _NOT_SEMIDEFINITE = (
     "H itself is not positive semidefinite, beyond what summing in float32 explains; only the damping makes it so. "
