@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -50,6 +51,7 @@ def _grouped(rank, port, size, timeout, work, arguments):
 
 
 def _told(folder, rank, work, arguments):
+    faulthandler.dump_traceback_later(40, file=open(f"{tempfile.gettempdir()}/qprecon-stuck-{os.getpid()}", "w"))
     try:
         result = work(rank, *arguments)
     except Exception as error:
