@@ -67,6 +67,9 @@ def test_what_is_stored_is_on_its_grid_and_bounded(seed, name, method, with_rhs,
     figures = prepared.audit(w, mask, q, rhs=rhs)
     scale = np.abs(objective(h, b, w, 0 * w)) + np.abs((w * (h @ w)).sum(0))
     assert (found.objective == figures.objective).all() and (found.gap_bound <= figures.gap_bound + 1e-10 * scale).all()
+    assert np.allclose(found.baseline_objective, figures.baseline_objective, rtol=1e-9)
+    tighter = found.gap_bound <= figures.gap_bound
+    assert (found.relative_gap[tighter] <= figures.relative_gap[tighter] * (1 + 1e-6)).all()
     away = objective(h, b, w, q) - objective(h, b, w, best)
     assert (found.gap_bound >= away - 1e-10 * scale).all()
     if method not in ("gptq", "gptq-start"):
