@@ -2,7 +2,8 @@
 
 Methods:
 - "nearest": each weight's nearest value, with the scale of a group's largest weight.
-- "gptq": GPTQ's sweep from the dense weights with the mask held, same scales (``rounding.feedback``); "gptq-start": from the start.
+- "gptq": GPTQ's sweep from the dense weights with the mask held, same scales (``rounding.feedback``); "gptq-order": inputs of large
+  H_ii first, as its option for that does; "gptq-start": from the start, in the given order.
 - "descent": scales searched, nearest values, then coordinate descent and scales re-fitted in turn (``rounding.descend``,
   ``rounding.refit_scales``).
 - "sweep": the same from "gptq-start", inputs of large H_ii first; repeated with the scales that came out.
@@ -32,7 +33,7 @@ from .shared import Shared
 from .solution import Solution
 from .verdict import Audit, Known, audited
 
-METHODS = ("sweep", "descent", "gptq", "gptq-start", "nearest")
+METHODS = ("sweep", "descent", "gptq", "gptq-order", "gptq-start", "nearest")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,8 +110,10 @@ def _best(work: _Work, plain: _Candidate, shared: Shared, effort: Effort) -> _Ca
     """The best of a method's candidates and plain rounding; GPTQ's is taken as it comes."""
     if effort.method.startswith("gptq"):
         factor_NN = shared.inverse_factor(work.problem.damping, dtype_name(work.a_NN))
-        from_NK = work.start_NK if effort.method == "gptq-start" else work.unmasked(factor_NN)
-        return work.candidate(plain.fitted, feedback(factor_NN, plain.fitted, from_NK, work.mask_NK))
+        from_NK, order_N = work.start_NK if effort.method == "gptq-start" else work.unmasked(factor_NN), None
+        if effort.method == "gptq-order":
+            order_N, factor_NN = _ordered_factor(work.a_NN)
+        return work.candidate(plain.fitted, feedback(factor_NN, plain.fitted, from_NK, work.mask_NK, order_N))
     order_N, factor_NN = _ordered_factor(work.a_NN) if effort.method == "sweep" else (None, None)
     if factor_NN is None:
         fitted = search_scales(work.grid, work.start_NK, work.a_NN.diagonal())
