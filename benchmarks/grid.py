@@ -7,8 +7,9 @@ benchmarks/results/grid_<model>.json; a row that is there is not run again. --gr
 4 bits; int8 and fp8 have one scale a column. Protocol: as in quality.py; weights in bfloat16, every value as a reader of the file
 computes it.
 
-Methods: "ours"; "rounding", "gptq" (GPTQ's sweep with the mask held, from the dense weights) and "gptq-start" (the same from the
-rebuilt ones), each with the preset's own mask and target; "sparsegpt+gptq" and "slim", which choose mask and weights in one.
+Methods: "ours"; "rounding", "gptq" (GPTQ's sweep with the mask held, from the dense weights), "gptq-order" (the same, inputs of
+large H_ii first) and "gptq-start" (from the rebuilt ones), each with the preset's own mask and target; "sparsegpt+gptq" and "slim",
+which choose mask and weights in one.
 bits_per_weight: codes, scales and adapters (16 bits) over the weights of all pruned layers; zeros are stored as codes.
 """
 

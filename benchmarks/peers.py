@@ -1,4 +1,4 @@
-"""A peer on the same windows: llm-compressor's SparseGPT and Wanda, perplexities and seconds beside ours.
+"""A peer on the same windows: llm-compressor's SparseGPT, Wanda and GPTQ, perplexities and seconds beside ours.
 
     pip install llmcompressor scipy threadpoolctl rich lm-eval     (an environment of its own: it wants versions of other packages)
     python benchmarks/peers.py --model FOLDER --texts FOLDER [--device cuda] [--cases "sparsegpt 50%,wanda 2:4"]
@@ -19,6 +19,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,17 +77,33 @@ def run(case: str, arguments: argparse.Namespace) -> dict:
 
 def _prune(model: torch.nn.Module, windows: torch.Tensor, method: str, pattern: str) -> None:
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
     from torch.utils.data import DataLoader
 
-    modifier = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}[method]
-    share, structure = (0.5, pattern) if ":" in pattern else (float(pattern.rstrip("%")) / 100, "0:0")
-    recipe = modifier(sparsity=share, mask_structure=structure, targets=["Linear"], ignore=["re:.*lm_head"])
+    recipe = _rounding(pattern) if method == "gptq" else _pruning(method, pattern)
     batches = DataLoader([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in windows], batch_size=1)
     oneshot(
         model=model, dataset=batches, recipe=recipe, num_calibration_samples=len(windows),
         max_seq_length=windows.shape[1], pipeline="sequential",
     )  # fmt: skip
+
+
+def _pruning(method: str, pattern: str) -> Any:
+    from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+
+    modifier = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}[method]
+    share, structure = (0.5, pattern) if ":" in pattern else (float(pattern.rstrip("%")) / 100, "0:0")
+    return modifier(sparsity=share, mask_structure=structure, targets=["Linear"], ignore=["re:.*lm_head"])
+
+
+def _rounding(pattern: str) -> Any:
+    """GPTQ to "int4-g64": symmetric integers of so many bits, a scale for so many inputs."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    bits, _, group = pattern.removeprefix("int").partition("-g")
+    weights = QuantizationArgs(num_bits=int(bits), type="int", symmetric=True, strategy="group", group_size=int(group))
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    return GPTQModifier(config_groups={"group_0": scheme}, ignore=["re:.*lm_head"])
 
 
 def _zeros(model: torch.nn.Module) -> float:

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,25 @@ def _launched(arguments: argparse.Namespace, folder: Path, out: Path, size: int)
     command += ["--device", arguments.device] if arguments.device else []
     command += [word for each in arguments.words for word in ("--setting", each)]
     started = time.perf_counter()
-    subprocess.run(command, check=True, env=os.environ | {"NCCL_NVLS_ENABLE": "0"})
+    code = subprocess.run(command, env=os.environ | {"NCCL_NVLS_ENABLE": "0"}).returncode
+    if code:
+        errors = [f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(out.parent.glob(f"{out.name}.error-*"))]
+        raise SystemExit("\n".join([f"{size} ranks: exit code {code}", *errors]))
     return json.loads(answer.read_text()) | {"seconds_with_start": time.perf_counter() - started}
 
 
 def _one(arguments: argparse.Namespace) -> None:
-    """What each process of a run does."""
+    """What each process of a run does; an error is left for the parent, which shows it last."""
+    path = Path(f"{arguments.one[1]}.error-{os.environ['RANK']}")
+    path.unlink(missing_ok=True)
+    try:
+        _pruned(arguments)
+    except Exception:
+        path.write_text(traceback.format_exc())
+        raise
+
+
+def _pruned(arguments: argparse.Namespace) -> None:
     folder, out, answer = map(Path, arguments.one)
     size, first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
     device = arguments.device or (f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")

@@ -1,8 +1,7 @@
 """Grids that stored weights lie on: low-bit integers and floats with a scale for each column or group of inputs.
 
-A stored weight is unit · scale, where the unit is a code of the format: an integer, or a small float. A pruned weight is
-exactly 0 on every grid. Values are what a reader of the file computes: a scale is kept in ``scale_dtype``, and the product of unit
-and scale is rounded to that dtype, as the readers of compressed-tensors files do it.
+A stored weight is unit · scale, where the unit is a code of the format: an integer, or a small float. A pruned weight is exactly 0.
+Values are what a reader of a compressed-tensors file computes: unit · scale, rounded to ``scale_dtype``, which scales have too.
 
 Formats: int8, int4, int3, int2 (symmetric, or with zero points), fp8 (E4M3 of the OCP 8-bit specification: 4 exponent bits, 3 of
 mantissa, largest 448), nvfp4 (E2M1 units in groups of 16 with E4M3 scales and one float32 scale a matrix), mxfp4 (E2M1 units in
@@ -17,28 +16,31 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .interop import Array, cast, dtype_name, namespace
+from .interop import Array, cast, dtype_name, kind_of, namespace
 
 
 @dataclass(frozen=True)
 class SmallFloat:
-    """A floating format: mantissa bits (the leading one not counted), the least exponent of a normal number, the largest value."""
+    """A floating format: mantissa bits after the leading one, the least exponent of a normal number, the largest value."""
 
     mantissa: int
     least_exponent: int
     largest: float
+    torch_name: str = ""
 
     def nearest(self, x: Array) -> Array:
         """``x`` rounded to the format, ties to even, held within ±largest."""
         xp = namespace(x)
+        if self.torch_name and kind_of(x) == "torch" and dtype_name(x) == "float32":  # torch rounds float64 twice
+            return x.clamp(-self.largest, self.largest).to(getattr(xp, self.torch_name)).to(x.dtype)
         _, exponent = xp.frexp(x)  # |x| = m · 2^exponent with m in [½, 1)
         step = xp.ldexp(xp.ones_like(x), xp.maximum(exponent - 1, xp.full_like(exponent, self.least_exponent)) - self.mantissa)
         return ((x / step).round() * step).clip(-self.largest, self.largest)
 
 
-BF16 = SmallFloat(7, -126, 3.3895313892515355e38)
-FP16 = SmallFloat(10, -14, 65504.0)
-E4M3 = SmallFloat(3, -6, 448.0)
+BF16 = SmallFloat(7, -126, 3.3895313892515355e38, "bfloat16")
+FP16 = SmallFloat(10, -14, 65504.0, "float16")
+E4M3 = SmallFloat(3, -6, 448.0, "float8_e4m3fn")
 E2M1 = SmallFloat(1, 0, 6.0)
 _DTYPES = {"bfloat16": BF16, "float16": FP16}
 
@@ -49,8 +51,7 @@ class Grid:
 
     Attributes:
         name: "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16" or "fp16".
-        bits: of a code.
-        unit: the small float of the codes, or None for integers.
+        bits: of a code. unit: the small float of the codes, or None for integers.
         group_size: inputs that share a scale; None: one scale for a whole column.
         symmetric: integers without zero points. The codes then run from −2^(bits−1) to 2^(bits−1) − 1.
         scale: how a scale is stored: "dtype" (``scale_dtype``), "e4m3" (with one float32 scale for all, nvfp4), "power" (mxfp4) or

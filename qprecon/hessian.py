@@ -15,7 +15,9 @@ from .options import as_number, is_whole
 ENTRY = 128.0
 """An H summed in float32 is off by at most ``ENTRY`` · 2⁻²⁴ · √(H_ii H_jj) in entry (i, j), one in float64 by 2⁻⁵³ of the same.
 On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/proof/test_certificate.py). An H100's
-tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens (tests/contract/test_gpu.py)."""
+tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens in batches of 2048
+(tests/contract/test_gpu.py). They lose more in longer batches, as sums are cut off towards zero: 371 was seen for a product of 5000
+rows (an H200). So `qprecon.sums` makes small H from shorter products; large ones from batches of 8192 were not measured."""
 
 _NOT_SEMIDEFINITE = (
     "H itself is not positive semidefinite, beyond what summing in float32 explains; only the damping makes it so. "

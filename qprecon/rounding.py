@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from . import sweep
-from .grids import Fitted, Grid, Rows, fit_scales, stored_scales
+from .grids import Fitted, Grid, Rows, fit_scales, round_to_dtype, stored_scales
+from .halves import Halves, has_fast_halves, multiply
 from .interop import Array, dtype_name, kind_of, namespace
 from .linalg import subtract_product
+
+Product = Callable[[slice, Array], Array]
 
 BLOCK = 64  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
 _PANEL = 8  # blocks between two updates of all of r
@@ -32,7 +36,19 @@ _SHRINKS = 25
 _LEAST_SHRINK = 0.4
 
 
-def descend(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Array, sweeps: int = 3) -> tuple[Array, Array]:
+def fast_product(a_NN: Array) -> Product:
+    """A[:, columns]·x: on a GPU from float16 halves (``qprecon.halves``) of A scaled to a unit diagonal, else in A's own dtype."""
+    if kind_of(a_NN) != "torch" or dtype_name(a_NN) != "float32" or not has_fast_halves(a_NN):
+        return lambda columns, x: a_NN[:, columns] @ x
+    root_N1 = a_NN.diagonal().sqrt()[:, None]
+    root_N1 = namespace(a_NN).where(root_N1 > 0, root_N1, 1.0)
+    halves = Halves.of(a_NN / root_N1 / root_N1.T, used_up=True)
+    return lambda columns, x: multiply(halves[:, columns], Halves.of(root_N1[columns] * x, used_up=True)).mul_(root_N1)
+
+
+def descend(
+    a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Array, sweeps: int = 3, product: Product | None = None
+) -> tuple[Array, Array]:
     """Coordinate descent on the grid from ``q_NK``; returns q and r = b − Aq, new arrays.
 
     Args:
@@ -42,15 +58,17 @@ def descend(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Arra
         r_NK: b − Aq.
         mask_NK: True = kept.
         sweeps: passes over the inputs at most; it ends early when a pass changes nothing.
+        product: `product(columns, x)` is A[:, columns]·x; see ``fast_product``.
     """
     q_NK, r_NK, mask_NK, n = _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
-    blocks = _blocks(fitted.grid, n)
+    blocks, product = _blocks(fitted.grid, n), product or (lambda columns, x: a_NN[:, columns] @ x)
     block = _kernel(q_NK, "descend_block") or _descend_block
     for _ in range(sweeps):
         moved = q_NK[:0].sum()
         # r is updated within a panel of some blocks after each, and everywhere after a panel: each update reads and writes r
         for panel in (blocks[first : first + _PANEL] for first in range(0, len(blocks), _PANEL)):
             start, stop = panel[0].start, panel[-1].stop
+            panel_rows = slice(start, stop)
             before_PK, local_PK = _copy(q_NK[start:stop]), _copy(r_NK[start:stop])
             for rows in panel:
                 inside = slice(rows.start - start, rows.stop - start)
@@ -59,7 +77,7 @@ def descend(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Arra
                 if rows.stop < stop:
                     local_PK[inside.stop :] -= a_NN[rows.stop : stop, rows] @ change_BK
             change_PK = q_NK[start:stop] - before_PK
-            r_NK -= a_NN[:, start:stop] @ change_PK
+            r_NK -= product(panel_rows, change_PK)
             moved = moved + abs(change_PK).sum()
         if not bool(moved > 0):
             break
@@ -130,12 +148,13 @@ def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
     fitted = fit_scales(grid, w_NK)
     if not grid.scaled or not w_NK.shape[0]:
         return fitted
-    xp, best_GK = namespace(w_NK), None
+    xp, best_GK, (n, k), groups = namespace(w_NK), None, w_NK.shape, grid.groups(len(w_NK))
+    w_GBK, weight_GB1 = w_NK.reshape(groups, n // groups, k), weight_N.reshape(groups, n // groups, 1)
     for step in range(_SHRINKS):
         tried = fit_scales(grid, w_NK, 1.0 - step * (1.0 - _LEAST_SHRINK) / (_SHRINKS - 1))
         if grid.scale == "e4m3":  # one float32 scale for all: that of the largest weights
             tried = replace(tried, scale_GK=stored_scales(grid, tried.scale_GK / tried.whole, fitted.whole)[0], whole=fitted.whole)
-        error_GK = _by_group(grid, weight_N[:, None] * (w_NK - tried.nearest(w_NK)) ** 2)
+        error_GK = (weight_GB1 * (w_GBK - _by_group(tried).nearest(w_GBK)) ** 2).sum(1)
         if best_GK is None:
             best_GK, fitted = error_GK, tried
             continue
@@ -217,10 +236,11 @@ class _Unscaled(Rows):
         return self
 
 
-def _by_group(grid: Grid, x_NK: Array) -> Array:
-    n, k = x_NK.shape
-    groups = grid.groups(n)
-    return x_NK.reshape(groups, n // groups, k).sum(1)
+def _by_group(fitted: Fitted) -> Rows:
+    """The scales against weights laid out by groups, (G, B, K)."""
+    zero_G1K = None if fitted.zero_GK is None else fitted.zero_GK[:, None, :]
+    scale_GK = fitted.scale_GK if fitted.whole == 1.0 else round_to_dtype(fitted.scale_GK / fitted.whole, "float32")
+    return Rows(fitted.grid, scale_GK[:, None, :], zero_G1K)
 
 
 def _copy(x: Array) -> Array:

@@ -2,7 +2,8 @@
 
 Methods:
 - "nearest": each weight's nearest value, with the scale of a group's largest weight.
-- "gptq": GPTQ's sweep from the dense weights with the mask held, same scales (``rounding.feedback``); "gptq-start": from the start.
+- "gptq": GPTQ's sweep from the dense weights with the mask held, same scales (``rounding.feedback``); "gptq-order": inputs of large
+  H_ii first, as its option for that does; "gptq-start": from the start, in the given order.
 - "descent": scales searched, nearest values, then coordinate descent and scales re-fitted in turn (``rounding.descend``,
   ``rounding.refit_scales``).
 - "sweep": the same from "gptq-start", inputs of large H_ii first; repeated with the scales that came out.
@@ -27,12 +28,12 @@ from .interop import Array, cast, dtype_name, from_core, kind_of, like, namespac
 from .linalg import column_dots, exact_float32, masked, upper_inverse_factor
 from .options import is_whole
 from .problem import ColumnQP
-from .rounding import descend, feedback, refit_scales, search_scales
+from .rounding import Product, descend, fast_product, feedback, refit_scales, search_scales
 from .shared import Shared
 from .solution import Solution
 from .verdict import Audit, Known, audited
 
-METHODS = ("sweep", "descent", "gptq", "gptq-start", "nearest")
+METHODS = ("sweep", "descent", "gptq", "gptq-order", "gptq-start", "nearest")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,7 +89,9 @@ def rounded(shared: Shared, problem: ColumnQP, start: Array | Solution, grid: Gr
         work = _Work.of(problem, cast(start_NK, dtype), grid)
         plain = work.candidate(fit_scales(grid, work.start_NK))
         best = plain if effort.method == "nearest" else _best(work, plain, shared, effort)
-        known = Known(start_NK, start.gap_bound if isinstance(start, Solution) else None)
+        known = Known(start_NK)
+        if isinstance(start, Solution):
+            known = Known(start_NK, start.gap_bound, start.objective, start.baseline_objective)
         figures = audited(problem, shared.certificate, best.q_NK, known)
     values = {field.name: getattr(figures, field.name) for field in fields(Audit)}
     return Rounded(**values, weights=from_core(best.q_NK, place), fitted=best.fitted, nearest_objective=work.objective(plain))
@@ -107,8 +110,10 @@ def _best(work: _Work, plain: _Candidate, shared: Shared, effort: Effort) -> _Ca
     """The best of a method's candidates and plain rounding; GPTQ's is taken as it comes."""
     if effort.method.startswith("gptq"):
         factor_NN = shared.inverse_factor(work.problem.damping, dtype_name(work.a_NN))
-        from_NK = work.start_NK if effort.method == "gptq-start" else work.unmasked(factor_NN)
-        return work.candidate(plain.fitted, feedback(factor_NN, plain.fitted, from_NK, work.mask_NK))
+        from_NK, order_N = work.start_NK if effort.method == "gptq-start" else work.unmasked(factor_NN), None
+        if effort.method == "gptq-order":
+            order_N, factor_NN = _ordered_factor(work.a_NN)
+        return work.candidate(plain.fitted, feedback(factor_NN, plain.fitted, from_NK, work.mask_NK, order_N))
     order_N, factor_NN = _ordered_factor(work.a_NN) if effort.method == "sweep" else (None, None)
     if factor_NN is None:
         fitted = search_scales(work.grid, work.start_NK, work.a_NN.diagonal())
@@ -141,18 +146,20 @@ class _Work:
     g_NK: Array | None
     mask_NK: Array
     start_NK: Array
+    product: Product
 
     @staticmethod
     def of(problem: ColumnQP, start_NK: Array, grid: Grid) -> _Work:
         dtype = dtype_name(start_NK)
         sound_NK = problem.mask_NK & like(~problem.invalid_columns(), start_NK)[None, :] & namespace(start_NK).isfinite(start_NK)
         w_NK, g_NK = cast(problem.weights_NK, dtype), problem.linear(dtype)
-        return _Work(problem, grid, problem.damped_hessian(dtype), w_NK, g_NK, problem.mask_NK, masked(start_NK, sound_NK))
+        a_NN = problem.damped_hessian(dtype)
+        return _Work(problem, grid, a_NN, w_NK, g_NK, problem.mask_NK, masked(start_NK, sound_NK), fast_product(a_NN))
 
     def candidate(self, fitted: Fitted, q_NK: Array | None = None) -> _Candidate:
         """``q_NK``, by default the start's nearest values, with r = b − Aq, made anew."""
         q_NK = fitted.nearest(self.start_NK) if q_NK is None else q_NK
-        r_NK = self.a_NN @ (self.w_NK - q_NK)
+        r_NK = self.product(slice(None), self.w_NK - q_NK)
         return self.valued(fitted, q_NK, r_NK if self.g_NK is None else r_NK + self.g_NK)
 
     def valued(self, fitted: Fitted, q_NK: Array, r_NK: Array) -> _Candidate:
@@ -169,7 +176,7 @@ class _Work:
         return self.valued(fitted, q_NK, r_NK)
 
     def _descend(self, fitted: Fitted, q_NK: Array, r_NK: Array, effort: Effort) -> tuple[Array, Array]:
-        return descend(self.a_NN, fitted, q_NK, r_NK, self.mask_NK, effort.sweeps)
+        return descend(self.a_NN, fitted, q_NK, r_NK, self.mask_NK, effort.sweeps, self.product)
 
     def unmasked(self, factor_NN: Array) -> Array:
         """The minimiser of f without a mask, w + A⁻¹g."""

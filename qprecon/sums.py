@@ -4,7 +4,6 @@ device."""
 from __future__ import annotations
 
 import numpy as np
-import scipy.linalg.blas
 
 from .halves import has_fast_halves
 from .interop import Array, cast, dtype_name, kind_of, namespace
@@ -13,6 +12,9 @@ MANY_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs a
 _TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each unit of an H100
 PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
 _MIRRORED = 1024  # rows of the triangle that numpy turns at a time
+_ROWS_OF_16_BITS, _SMALL = 1024, 1024
+"""Rows of 16 bits that one product sums, up to so many inputs. Tensor cores cut off where they add, so that a product of 5000 rows
+was 2e-5 too small (an H200); of a larger H the sums of parts would take as long as the products."""
 
 
 def add_gram(sum_NN: Array, x_TN: Array) -> None:
@@ -21,6 +23,8 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
     On a GPU rows of 16 bits are multiplied as they are where the sum is float32: such products are exact in it.
     """
     if kind_of(sum_NN) == "numpy":
+        import scipy.linalg.blas  # see linalg
+
         syrk = scipy.linalg.blas.dsyrk if sum_NN.dtype == np.float64 else scipy.linalg.blas.ssyrk
         rows_TN = np.ascontiguousarray(x_TN, dtype=sum_NN.dtype)  # BLAS counts by columns: its lower triangle is the upper one here
         syrk(1.0, rows_TN.T, beta=1.0, c=sum_NN.T, lower=1, overwrite_c=1)
@@ -29,7 +33,13 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
     x_TN = x_TN if wide else x_TN.to(sum_NN.dtype)
     for rows in panels(len(sum_NN)):
         part_NN, left_TN, right_TN = sum_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]
-        if wide:
+        if wide and len(sum_NN) <= _SMALL and len(x_TN) > _ROWS_OF_16_BITS:
+            even = len(x_TN) // _ROWS_OF_16_BITS * _ROWS_OF_16_BITS
+            parts_PTN = x_TN[:even].reshape(-1, _ROWS_OF_16_BITS, x_TN.shape[1])
+            part_NN += torch.bmm(parts_PTN.mT, parts_PTN, out_dtype=torch.float32).sum(0)
+            if even < len(x_TN):
+                part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
+        elif wide:
             part_NN += torch.mm(left_TN.t(), right_TN, out_dtype=torch.float32)
         elif (pieces := pieces_of(x_TN)) > 1:
             even = len(x_TN) // pieces * pieces

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from .audit import Figures, audit
-from .certificate import Certificate
+from .certificate import Certificate, gamma
 from .chunks import slices
-from .interop import Array, cast, dtype_name
+from .interop import Array, cast, dtype_name, to_numpy
 from .memory import automatic_width
 from .problem import ColumnQP
-from .start import find_start
+from .start import Start, find_start, masked_weights
 
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
 
@@ -61,10 +61,16 @@ class Audit:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Other weights of the same mask, (N, K), which bound f* from below too; gap_K: their own gap bounds, if known."""
+    """Other weights of the same mask, (N, K), which bound f* from below too.
+
+    gap_K, objective_K, baseline_K: their own gap bounds and f, and that of the masked weights, as a ``Solution`` has them; what is
+    not known is computed.
+    """
 
     weights_NK: Array
     gap_K: np.ndarray | None = None
+    objective_K: np.ndarray | None = None
+    baseline_K: np.ndarray | None = None
 
 
 def audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array, known: Known | None = None) -> Audit:
@@ -88,21 +94,34 @@ def audited(problem: ColumnQP, cert: Certificate, candidate_NK: Array, known: Kn
         figures = audit(problem, cert, cast(candidate_NK[:, part], "float64"), part, certify=known is None or known.gap_K is None)
         if known is not None:
             figures = replace(figures, gap_bound=np.minimum(figures.gap_bound, _apart(problem, cert, figures, known, part)))
-        audits.append(_audited(problem, cert, figures, sound_K[part], part))
+        audits.append(_audited(problem, cert, figures, sound_K[part], part, known))
     return Audit(*(np.concatenate([getattr(one, field.name) for one in audits]) for field in fields(Audit)))
 
 
 def _apart(problem: ColumnQP, cert: Certificate, figures: Figures, known: Known, columns: Any) -> np.ndarray:
     """f(candidate) − f(known) + the gap of the known weights, rounding counted, (K,); infinite where these prove nothing."""
     weights_NK = cast(known.weights_NK[:, columns], "float64")
-    other = audit(problem, cert, weights_NK, columns, certify=known.gap_K is None)
-    gap_K = other.gap_bound if known.gap_K is None else known.gap_K[columns]
-    apart_K = (figures.value + figures.rounding) - (other.value - other.rounding) + gap_K
-    return np.where((other.violation == 0.0) & (apart_K == apart_K), np.maximum(apart_K, 0.0), np.inf)
+    if problem.rhs_NK is None and known.objective_K is not None and known.gap_K is not None:
+        value_K, gap_K, holds_K = known.objective_K[columns], known.gap_K[columns], True
+        rounding_K = _rounding(problem, cert, weights_NK, columns)
+    else:
+        other = audit(problem, cert, weights_NK, columns, certify=known.gap_K is None)
+        value_K, rounding_K, holds_K = other.value, other.rounding, other.violation == 0.0
+        gap_K = other.gap_bound if known.gap_K is None else known.gap_K[columns]
+    apart_K = (figures.value + figures.rounding) - (value_K - rounding_K) + gap_K
+    return np.where(holds_K & (apart_K == apart_K), np.maximum(apart_K, 0.0), np.inf)
 
 
-def _audited(problem: ColumnQP, cert: Certificate, figures: Figures, sound_K: np.ndarray, columns: Any) -> Audit:
-    start = find_start(problem, cert, "float64", None, columns)
+def _rounding(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any) -> np.ndarray:
+    """A bound on the error of f of these float64 weights, without a right-hand side of their own, (K,): see ``audit``."""
+    away_NK = abs(cast(problem.weights_NK[:, columns], "float64") - weights_NK)
+    return 2.0 * gamma(problem.n_inputs) * to_numpy(cert.root_N @ away_NK) ** 2
+
+
+def _audited(
+    problem: ColumnQP, cert: Certificate, figures: Figures, sound_K: np.ndarray, columns: Any, known: Known | None
+) -> Audit:
+    start = _start(problem, cert, figures, columns, known)
     usable_K = (figures.violation == 0.0) & sound_K
     return Audit(
         objective=figures.objective,
@@ -112,3 +131,13 @@ def _audited(problem: ColumnQP, cert: Certificate, figures: Figures, sound_K: np
         gap_bound=np.where(usable_K, figures.gap_bound, np.inf),
         relative_gap=np.where(usable_K, start.relative_gap(problem, figures), np.inf),
     )
+
+
+def _start(problem: ColumnQP, cert: Certificate, figures: Figures, columns: Any, known: Known | None) -> Start:
+    """The masked weights, what a column's objective is relative to; without a product where their f is known."""
+    if known is None or known.baseline_K is None or problem.rhs_NK is not None:
+        return find_start(problem, cert, "float64", None, columns)
+    masked_NK, baseline_K = masked_weights(problem, "float64", columns), known.baseline_K[columns]
+    rounding_K = _rounding(problem, cert, masked_NK, columns)
+    masked = replace(figures, objective=baseline_K, value=baseline_K, rounding=rounding_K)
+    return Start(masked_NK, masked, masked, baseline_K.copy(), np.maximum(baseline_K - rounding_K, 0.0))

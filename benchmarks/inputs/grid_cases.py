@@ -11,7 +11,10 @@ from qprecon.llm.masks import SELECTORS, Selector
 
 PATTERNS = ("dense", "50%", "2:4")
 GRIDS = ("bf16", "int8", "fp8", "int4", "int3")
-OURS = {"ours": {}, "gptq": {"rounding": "gptq"}, "gptq-start": {"rounding": "gptq-start"}, "rounding": {"rounding": "nearest"}}
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {}, "rounding": {"rounding": "nearest"}, "gptq": {"rounding": "gptq"}, "gptq-order": {"rounding": "gptq-order"},
+    "gptq-start": {"rounding": "gptq-start"},
+}  # fmt: skip
 JOINT = {"sparsegpt+gptq": "sparsegpt_gptq", "slim": "slim"}  # mask and low-bit weights in one, see joint_methods
 PRESETS = ("fast", "best")
 

@@ -17,7 +17,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "low_bit.md"
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"}
 METHODS = {
-    "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-start": "GPTQ's sweep of the optimal weights",
+    "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-order": "the same, large inputs first",
+    "gptq-start": "GPTQ's sweep of the optimal weights",
     "ours": "**ours**", "sparsegpt+gptq": "SparseGPT + GPTQ in one sweep", "slim": "SLiM",
 }  # fmt: skip
 
@@ -38,7 +39,7 @@ def layers() -> str:
     """f over the sparse optimum's, the five layers joined by slashes."""
     rows = load("rounding")
     grids, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("grid", "method"))
-    order = [method for method in ("nearest", "gptq", "gptq-start", "descent", "sweep") if method in methods]
+    order = [method for method in ("nearest", "gptq", "gptq-order", "gptq-start", "descent", "sweep") if method in methods]
 
     def cell(grid: str, method: str) -> str:
         found = [row["over_optimum"] for row in rows if (row["grid"], row["method"]) == (grid, method)]

@@ -74,20 +74,24 @@ def presets() -> str:
     def cell(found: list[dict[str, Any]]) -> str:
         return " / ".join(f"{value:.2f}" for value in found[0]["perplexity"].values()) if found else "–"
 
-    body = []
+    body, ran_on = [], {}
     for preset, recovered in kinds:
         own = [row for row in rows if row["preset"] == preset and row["recovered"] == recovered]
         label = f"`{preset}`, then `recover`" if recovered else f"`{preset}`"
         cells = [cell([row for row in own if row["pattern"] == pattern]) for pattern in patterns]
-        body.append([label, *cells, f"{next(row for row in own if row['pattern'] == '60%')['seconds']:.0f} s"])
+        timed = next(row for row in own if row["pattern"] == "60%")
+        body.append([label, *cells, f"{timed['seconds']:.0f} s"])
+        ran_on.setdefault(timed["card"], []).append(label)
     for method, name in (("wanda", "Wanda"), ("sparsegpt", "SparseGPT")):
         own = [row for row in peers if row["method"] == method]
         cells = [cell([row for row in own if row["pattern"] == pattern]) for pattern in patterns]
         body.append([f"llm-compressor, {name}", *cells, f"{own[0]['seconds']:.0f} s"])
-    cards, dates = (", ".join(sorted({row[key] for row in [*rows, *peers]})) for key in ("card", "date"))
+    ran_on.setdefault(peers[0]["card"], []).append("llm-compressor")
+    cards = "; ".join(f"{', '.join(labels)}: {card}" for card, labels in ran_on.items())
+    dates = ", ".join(sorted({row["date"] for row in [*rows, *peers]}))
     version = peers[0]["versions"]["llmcompressor"]
     note = "WikiText-2 / C4; the peer on WikiText-2 only. Seconds at 60 % (the peer's at 50 %). "
-    note += f"llm-compressor {version}. – not run. {cards}; {dates}."
+    note += f"llm-compressor {version}. – not run. Cards: {cards}. {dates}."
     return table(["", *patterns, "pruning"], body) + "\n\n" + note
 
 
@@ -280,6 +284,21 @@ def demo() -> str:
     return table(["weights", "perplexity", "pruning", "evaluation"], body) + "\n\n" + note
 
 
+def few_tokens() -> str:
+    """pcg with and without being told the number of samples."""
+    rows = load("few_tokens")
+    body = [
+        [
+            f"{row['tokens']} tokens, {row['n']} inputs", "yes" if row["samples_told"] else "no", str(row["iterations"]),
+            f"{row['relative_gap']:.0e}", f"{row['seconds']:.0f} s",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    note = f"{rows[0]['columns']} columns, set-up included; {rows[0]['threads']} threads of {rows[0]['device']}"
+    head = ["layer", "`samples=` given", "iterations", "largest gap", "seconds"]
+    return table(head, body) + f"\n\n{note}; {rows[0]['date']}."
+
+
 def scaling() -> str:
     """Whole models on paper, by number of ranks."""
     body = [
@@ -329,6 +348,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "models": models,
     },
     "docs/reproducing.md": {"ladder": ladder},
+    "docs/backends.md": {"few-tokens": few_tokens},
     "docs/scaling.md": {"scaling, block": scaling_block, "scaling, models": scaling},
     "docs/performance.md": {
         "models": models,

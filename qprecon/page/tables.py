@@ -71,13 +71,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 def layer_table(run: Run) -> Table:
     """Every layer's figures."""
-    head = ["layer", "inputs × outputs", "zeros", "error, mask alone", "error, stored", "gap", "iterations", "seconds"]
+    head = ["layer", "inputs × outputs", "zeros", "error, mask alone", "error, stored", "gap", "stored gap", "iterations"]
     rows = [
         [row.name, f"{row.n_inputs:,} × {row.n_outputs:,}", f"{row.reached_sparsity:.2%}", number(row.error_masked, ".4g"),
-         number(row.error_stored, ".4g"), number(row.relative_gap, ".1e"), number(row.iterations, "d"), f"{row.seconds:.2f}"]
+         number(row.error_stored, ".4g"), number(row.relative_gap, ".1e"), number(row.stored_gap, ".1e"),
+         number(row.iterations, "d"), f"{row.seconds:.2f}"]
         for row in run.layers
     ]  # fmt: skip
-    return Table(head, rows, words=1)
+    return Table([*head, "seconds"], rows, words=1)
 
 
 def number(value: float | None, form: str) -> str:

@@ -42,6 +42,7 @@ def test_import_is_light() -> None:
 import sys, numpy as np, qprecon
 qprecon.available_backends()
 assert "llm" in qprecon.__all__
+assert "scipy" not in sys.modules  # half of the time of an import, needed by no torch array
 solution = qprecon.solve(np.eye(3), np.ones((3, 2)), np.array([[1, 0], [0, 1], [1, 1]]), backend="cholesky")
 assert solution.optimal.all()
 print(sorted({name.split(".")[0] for name in sys.modules} & set(sys.argv[1:])))

@@ -84,7 +84,7 @@ def _captured(
                     decoder(input_ids=numbers.to(home), use_cache=False)
                 on_sample()
     inputs = BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, stacked.names, recorder.borrowing)
-    return replace(inputs, share=stacked.share, portions=stacked.portions)
+    return replace(inputs, share=stacked.share, portions=stacked.portions, begins=stacked.begins)
 
 
 def _check_replay(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tensor, containers: dict) -> None:
@@ -136,30 +136,38 @@ def placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]
 
 @dataclass(frozen=True)
 class _Batches:
-    """Stacks of windows, (B, T) each, the name of each stack, and which stacks each portion of a share has."""
+    """Stacks of windows, (B, T) each, the name of each stack, and what `BlockInputs` has of a share."""
 
     tokens: list[torch.Tensor]
     names: list[str]
     share: Share | None
     portions: tuple[range, ...]
+    begins: tuple[int, ...]
 
 
 def _batched(samples: Sequence[torch.Tensor], batch: int, share: Share | None = None) -> _Batches:
     """Neighbours of one length stacked, at most `batch` at a time; none across the edge of a portion."""
-    batches: list[torch.Tensor] = []
-    names: list[str] = []
+    whole = range(len(samples))
+    stacks: list[range] = []
     portions: list[range] = []
-    for portion in [range(len(samples))] if share is None else [range(1)] if share.spare else share.own:
-        before, first = len(batches), portion.start
-        while first < portion.stop:
-            last = first
-            while last + 1 < min(portion.stop, first + batch) and samples[last + 1].numel() == samples[first].numel():
-                last += 1
-            batches.append(torch.cat([sample.reshape(1, -1) for sample in samples[first : last + 1]]))
-            names.append(f"sample {first}" if last == first else f"samples {first} to {last}")
-            first = last + 1
-        portions.append(range(before, len(batches)))
-    return _Batches(batches, names, share, () if share is None or share.spare else tuple(portions))
+    for portion in [whole] if share is None else [range(1)] if share.spare else share.own:
+        before = len(stacks)
+        stacks += _stacks(samples, portion, batch)
+        portions.append(range(before, len(stacks)))
+    batches = [torch.cat([samples[number].reshape(1, -1) for number in stack]) for stack in stacks]
+    names = [f"sample {s[0]}" if len(s) == 1 else f"samples {s[0]} to {s[-1]}" for s in stacks]
+    begins = () if share is None else tuple(stack[0] for stack in _stacks(samples, whole, batch))
+    return _Batches(batches, names, share, () if share is None or share.spare else tuple(portions), begins)
+
+
+def _stacks(samples: Sequence[torch.Tensor], among: range, batch: int) -> list[range]:
+    stacks: list[range] = []
+    for number in among:
+        if stacks and len(stacks[-1]) < batch and samples[number].numel() == samples[number - 1].numel():
+            stacks[-1] = range(stacks[-1].start, number + 1)
+        else:
+            stacks.append(range(number, number + 1))
+    return stacks
 
 
 @contextmanager

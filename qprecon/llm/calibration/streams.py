@@ -23,7 +23,8 @@ class BlockInputs:
     and blocks run on a GPU); at first that of block 0. `calls[b][s]` are the other arguments of block b; what is equal between
     samples is one object. `names[s]` says which windows sample s holds. `borrowing`: a block was given what another returned
     beside its hidden state, and fails if it uses that. share: where several ranks have a part of the windows each; then `portions`
-    says which samples each portion of this rank has, and names and samples are its own.
+    says which samples each portion of this rank has, and names and samples are its own; `begins` has the first window of each
+    sample that one process would have made of all windows.
     """
 
     hidden: list[torch.Tensor]
@@ -35,6 +36,7 @@ class BlockInputs:
     advanced: dict[int, int] = field(default_factory=dict)  # sample -> the last block that it went through
     share: Share | None = None
     portions: Sequence[range] = ()
+    begins: Sequence[int] = ()
 
     @property
     def n_samples(self) -> int:

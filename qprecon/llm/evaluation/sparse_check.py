@@ -77,11 +77,16 @@ def check_sparse(
 ) -> SparseCheck:
     """Run every 2:4 linear layer of a saved model's blocks densely and through the sparse kernels, and compare.
 
+    Low-bit weights are unpacked first: the kernels are those of `dtype`, a 16-bit float.
+
     Raises RuntimeError where there is no CUDA device: the kernels exist for NVIDIA GPUs (from Ampere on) only.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("torch's semi-structured sparse kernels need an NVIDIA GPU, and there is none here")
     loaded, _ = load_causal_lm(model, device="cpu", dtype="auto")
+    if getattr(loaded.config, "quantization_config", None) is not None:
+        with torch.no_grad():
+            loaded(torch.zeros(1, 8, dtype=torch.long))  # low-bit weights are unpacked by the first forward pass
     with computing_on(torch.device(device)):
         return _check(loaded, tokens, as_dtype(dtype), torch.device(device), torch.sparse.to_sparse_semi_structured)
 

@@ -161,12 +161,30 @@ def loss_plan(plan: Plan, gradients: LossGradients, rule: ByLoss) -> Plan:
         return plan
     counts = torch.stack([_sum([gradients.costs[layer.view.name] for layer in layers]) for layers in parts.values()])
     kept = dict(zip(parts, balanced_densities(counts, rule.overall.sparsity, rule.lam), strict=True))
-    planned = []
+    shares: list[float] = []
     for block, layers in zip(plan.blocks, plan.layers, strict=True):
-        shares = [kept.get(layer.view.name, kept.get(block.name)) for layer in layers]
-        pairs = zip(layers, shares, strict=True)
-        planned.append(tuple(layer if share is None else replace(layer, pattern=_pattern(1 - share)) for layer, share in pairs))
-    return replace(plan, layers=tuple(planned))
+        found = [kept.get(layer.view.name, kept.get(block.name)) for layer in layers]
+        shares += [rule.overall.sparsity if share is None else 1 - share for share in found]
+    shapes = [(layer.view.n_inputs, layer.view.n_outputs) for layers in plan.layers for layer in layers]
+    zeros = iter(whole_inputs(shares, shapes, rule.overall.sparsity))
+    pruned = lambda layer: Pattern(Fraction(next(zeros), layer.view.n_inputs))  # noqa: E731
+    return replace(plan, layers=tuple(tuple(replace(layer, pattern=pruned(layer)) for layer in layers) for layers in plan.layers))
+
+
+def whole_inputs(shares: Sequence[float], shapes: Sequence[tuple[int, int]], sparsity: float) -> list[int]:
+    """How many inputs each output of the layers loses: these shares of the inputs, rounded so that the sparsity of all is met.
+
+    shapes: inputs and outputs of each layer. Numbers are rounded down, and then up again where least is missing, as seats are dealt
+    by largest remainders: what is left is less than half of the largest layer's outputs.
+    """
+    exact = [share * n_inputs for share, (n_inputs, _) in zip(shares, shapes, strict=True)]
+    zeros = [int(each) for each in exact]
+    missing = sparsity * sum(n * k for n, k in shapes) - sum(count * k for count, (_, k) in zip(zeros, shapes, strict=True))
+    for layer in sorted(range(len(shapes)), key=lambda layer: zeros[layer] - exact[layer]):
+        n_inputs, n_outputs = shapes[layer]
+        if missing >= n_outputs / 2 and zeros[layer] + 1 < n_inputs:
+            zeros[layer], missing = zeros[layer] + 1, missing - n_outputs
+    return zeros
 
 
 def balanced_densities(counts: torch.Tensor, sparsity: float, lam: float) -> list[float]:

@@ -56,8 +56,6 @@ def check_ranks(method: Method, ranks: Ranks) -> None:
     """ValueError for what one process alone can do."""
     if ranks.size == 1:
         return
-    if method.refine != "none":
-        raise ValueError(f"refine={method.refine!r} trains on one window after the other, which takes one process; leave it out")
     if method.adapter_rank:
         raise ValueError("adapter_rank is about all columns of a layer together, which takes one process; leave it out")
     if get_selector(method.mask).model_level:

@@ -7,6 +7,7 @@ of a layer gets the layer whole (`Selector.by_output`); layers of a block are th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +23,7 @@ from qprecon.llm.statistics.block_grams import BlockGrams
 
 _FEWEST = 8  # columns that are not parted: packed masks of parts then begin at whole bytes
 _LUMPS = 64  # into which a layer is cut at most, where the order is not fixed
-_ENTRIES = 2**24  # weights of a chunk that is solved by itself, where the order is fixed
+_ENTRIES = 2**24  # weights of a chunk
 
 
 def prune_groups(
@@ -65,14 +66,22 @@ def _by_output(layer: LayerPlan, grams: BlockGrams, method: Method) -> bool:
 
 def _prune(lumps: Sequence[Sequence[Part]], grams: BlockGrams, method: Method, fixed: bool) -> list[Draft]:
     """This rank's lumps of a group: side by side, or with a fixed order one after the other, each as if there were no others."""
-    if not fixed:
-        return prune_parts(_joined(lumps), grams, method)
     view = lumps[0][0].view
+    if not fixed:
+        if view.parameter.is_cuda:
+            method = _in_chunks(method, sum(part.width for lump in lumps for part in lump), view.n_inputs)
+        return prune_parts(_joined(lumps), grams, method)
     prepared = qprecon.prepare(grams.hessian(view), damping=method.damping, samples=grams.tokens(view))
     drafts = [draft for lump in lumps for draft in prune_parts(lump, grams, method, prepared)]
     prepared.release()
     grams.forget_targets(view)
     return drafts
+
+
+def _in_chunks(method: Method, width: int, n_inputs: int) -> Method:
+    """With even chunks of at most `_ENTRIES` weights, half of what one process takes on a GPU: ranks share a block to need less."""
+    chunks = max(1, -(-width * n_inputs // _ENTRIES))
+    return replace(method, solve_options={"batch_size": max(1, -(-width // chunks)), **method.solve_options})
 
 
 def _joined(lumps: Sequence[Sequence[Part]]) -> list[Part]:

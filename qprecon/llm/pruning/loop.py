@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,8 @@ def _pruned(
             with log.library_bars():
                 check_writable(found.model, found.tokenizer, folder)
         text = (calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
-        samples = ranks.decided(partial(calibration_samples, found.model, *text))
+        # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
+        samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(found.model, *text)])
         if found.is_skeleton:  # text before weights
             with log.library_bars():
                 found = found.in_memory(log)

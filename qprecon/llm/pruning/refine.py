@@ -97,9 +97,9 @@ class _Task:
 
     def train(self, options: RefineOptions, seed: int) -> float:
         """The relative change of the error on the samples that are held out; at most 0."""
-        inputs = self.statistics.pruned
-        aside = -(-inputs.n_samples // HELD_OUT) if inputs.n_samples > 1 else 0
-        training, held = list(range(inputs.n_samples - aside)), list(range(inputs.n_samples - aside, inputs.n_samples)) or [0]
+        samples = self._samples()
+        aside = -(-len(samples) // HELD_OUT) if len(samples) > 1 else 0
+        training, held = samples[: len(samples) - aside], samples[len(samples) - aside :] or samples[:1]
         targets = self._targets(options.teacher)
         weights = self.statistics.output_weights()
         masters = _Masters(self.views)
@@ -114,11 +114,7 @@ class _Task:
         with _only_trained(self.block, masters.parameters):
             for _ in range(options.passes):
                 for place in torch.randperm(len(training), generator=generator).tolist():
-                    sample = training[place]
-                    with torch.enable_grad():
-                        loss = self._loss(sample, targets[sample], weights) / (first / len(held))
-                        # an expert may get no token of a sample, and then has no gradient
-                        masters.take(torch.autograd.grad(loss, masters.parameters, materialize_grads=True))
+                    masters.take(self._gradients(training[place], targets, weights, masters.parameters, first / len(held)))
                     adam.step()
                     schedule.step()
                     masters.publish()
@@ -130,6 +126,36 @@ class _Task:
                     break
         masters.restore(kept)
         return best / first - 1
+
+    def _samples(self) -> list[tuple[int, int]]:
+        """All samples, in the order of windows: the rank that has one, and its number there."""
+        inputs, ranks = self.statistics.pruned, self.statistics.ranks
+        if inputs.share is None:
+            return [(0, sample) for sample in range(inputs.n_samples)]
+        begins, place = [], 0
+        for sample, hidden in enumerate(inputs.hidden):
+            begins.append((inputs.share.numbers[place], ranks.rank, sample))
+            place += len(hidden)
+        told = ranks.gathered([] if inputs.share.spare else begins)
+        return [(rank, sample) for _, rank, sample in sorted(each for own in told for each in own)]
+
+    def _gradients(
+        self, where: tuple[int, int], targets: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None,
+        parameters: Sequence[torch.Tensor], scale: float,
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        """Of one sample's loss, on all ranks: that which has it sends them to the others."""
+        (owner, sample), ranks = where, self.statistics.ranks
+        if owner == ranks.rank:
+            with torch.enable_grad():
+                loss = self._loss(sample, targets[sample], weights) / scale
+                # an expert may get no token of a sample, and then has no gradient
+                found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        if ranks.size == 1:
+            return found
+        ranks.gathered(None)
+        gradients = [each.contiguous() for each in found] if owner == ranks.rank else [torch.empty_like(p) for p in parameters]
+        ranks.send_(gradients, owner)
+        return gradients
 
     def _targets(self, teacher: float) -> list[torch.Tensor]:
         """What is wanted for each sample, where activations are kept."""
@@ -165,9 +191,16 @@ class _Task:
         away = (self._run(inputs, sample).float() - target.to(inputs.device).float()).square().mean(-1)
         return away.mean() if weights is None else (away.reshape(-1) * weights[sample]).mean()
 
-    def _error(self, held: Sequence[int], targets: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None) -> float:
+    def _error(
+        self, held: Sequence[tuple[int, int]], targets: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None
+    ) -> float:
+        ranks = self.statistics.ranks
         with torch.no_grad():
-            return float(torch.stack([self._loss(sample, targets[sample], weights) for sample in held]).sum())
+            own = [self._loss(sample, targets[sample], weights) for owner, sample in held if owner == ranks.rank]
+        if ranks.alone:
+            return float(torch.stack(own).sum())
+        told = [iter(losses) for losses in ranks.gathered([float(loss) for loss in own])]
+        return sum(next(told[owner]) for owner, _ in held)
 
 
 class _Masters:

@@ -20,6 +20,7 @@ from torch import distributed
 
 from qprecon.errors import RankError
 
+_MOST = 2**22  # bytes of one value: torch's store takes 8 MiB at most
 _FAILED = "failed"  # the key of what the first rank that failed says
 _SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds between two looks at the store
 _LOOK = 0.1  # seconds between two looks for failures and signs of life
@@ -37,6 +38,8 @@ class Meeting:
     count: int = 0
     waited: float = 0.0  # seconds in all
     beats: dict[int, bytes] = field(default_factory=dict)
+    last: list[str] = field(default_factory=list)  # this rank's keys of the last meeting
+    old: list[str] = field(default_factory=list)  # and of that before it
 
     @staticmethod
     def of_process(timeout: float) -> Meeting:
@@ -53,13 +56,24 @@ class Meeting:
         self.count += 1
         started = time.monotonic()
         with self._reached():
-            self.store.set(self._key(self.rank), pickle.dumps(what))
+            self._put(pickle.dumps(what))
             self._wait_for([rank for rank in range(self.size) if rank != self.rank])
-            found = [what if rank == self.rank else pickle.loads(self.store.get(self._key(rank))) for rank in range(self.size)]
-            if self.count > 1:  # who has come to this meeting has read everything of the last one
-                self.store.delete_key(self._key(self.rank, self.count - 1))
+            found = [what if rank == self.rank else pickle.loads(self._taken(rank)) for rank in range(self.size)]
         self.waited += time.monotonic() - started
         return found
+
+    def _put(self, data: bytes) -> None:
+        key = self._key(self.rank)
+        keys = [f"{key}/{first}" for first in range(0, len(data), _MOST)]
+        for number, part in enumerate(keys):
+            self.store.set(part, data[number * _MOST : (number + 1) * _MOST])
+        self.store.set(key, json.dumps(keys))  # last: who finds it finds the parts
+        for old in self.old:  # all came to the last meeting, and so had read everything of that before it
+            self.store.delete_key(old)
+        self.old, self.last = self.last, [key, *keys]
+
+    def _taken(self, rank: int) -> bytes:
+        return b"".join(self.store.get(part) for part in json.loads(self.store.get(self._key(rank))))
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -156,6 +156,9 @@ class PruneReport:
                 f"largest certified relative gap {self.largest_gap:.2e}; {late} of {columns} columns above the tolerance, "
                 f"{self.fallbacks} kept their start"
             )
+        if gaps := [row.stored_gap for row in self.layers if row.stored_gap is not None and math.isfinite(row.stored_gap)]:
+            most, mean = max(gaps), math.fsum(gaps) / len(gaps)
+            lines.append(f"stored weights above the best real-valued ones: {mean:.2g} at most, on average; {most:.2g} in one layer")
         lines.append(", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
         lines += [f"note: {warning}" for warning in self.warnings]
         return "\n".join(lines)

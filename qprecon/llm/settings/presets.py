@@ -7,7 +7,7 @@ from typing import Any
 
 _FAST: dict[str, Any] = {
     "mask": "wanda", "allocation": "uniform", "order": False, "drift": 0.0, "residual": 0.0, "token_weights": 0.0,
-    "output_weights": 0.0, "refine": "none", "rounding": "sweep", "rounding_options": {"sweeps": 1, "refits": 1, "repeats": 0},
+    "output_weights": 0.0, "refine": "none", "rounding": "sweep", "rounding_options": {"sweeps": 1, "refits": 0, "repeats": 0},
 }  # fmt: skip
 _BALANCED = _FAST | {
     "order": True, "drift": 0.5, "residual": 0.5, "token_weights": 0.5, "output_weights": 0.5, "allocation": "loss",

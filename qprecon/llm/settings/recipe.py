@@ -136,7 +136,7 @@ class Recipe:
     rounding: str = option(
         None,
         "how weights come to the values that are stored: sweep, descent (coarser and without a factorisation), gptq (GPTQ's sweep "
-        "with the mask held, from the dense weights), gptq-start (from the rebuilt ones), nearest",
+        "with the mask held, from the dense weights), gptq-order (large inputs first), gptq-start (from the rebuilt ones), nearest",
         BITS, choices=METHODS, default="sweep",
     )  # fmt: skip
     rounding_options: Mapping[str, Any] | None = option(

@@ -53,8 +53,7 @@ class Statistics:
         if self.drift or self.residual or self.beside:
             self.dense = self.pruned.copied()  # at the first block both streams are the same
             if self.drift == AUTO:
-                share = self.pruned.share
-                held_out(self.pruned.n_samples if share is None else len(share.lengths))
+                held_out(self.pruned.n_samples if self.pruned.share is None else len(self.pruned.begins))
 
     @property
     def store(self) -> torch.device:
@@ -121,7 +120,7 @@ class Statistics:
         share = self.pruned.share
         if share is None:
             return held_out(self.pruned.n_samples)
-        first = len(share.lengths) - held_out(len(share.lengths))  # the first window that is held out
+        first = self.pruned.begins[-held_out(len(self.pruned.begins))]  # the first window that is held out
         begins, place = [], 0
         for hidden in self.pruned.hidden:
             begins.append(share.numbers[place])

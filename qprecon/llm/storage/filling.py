@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.model.blocks import Block
 
 
 @contextmanager
@@ -40,3 +43,16 @@ def empty(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+def check_unborrowed(
+    model: nn.Module, blocks: Sequence[Block], inputs: BlockInputs, load: Callable[[int], dict[str, torch.Tensor]]
+) -> None:
+    """ValueError for a block that uses what another returns beside its hidden state; `load` reads each block once."""
+    for index, block in enumerate(blocks):
+        fill(model, load(index))
+        try:
+            with torch.no_grad():
+                inputs.run(block.module, index, 0)
+        finally:
+            empty(block.module)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Finished, Shards, stored_names
-from qprecon.llm.storage.filling import empty, fill, own_stream
+from qprecon.llm.storage.filling import check_unborrowed, empty, fill, own_stream
 from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
 
@@ -120,18 +121,8 @@ class DiskBlocks:
         finally:
             empty(self.model)
         if inputs.borrowing:
-            self._check_unborrowed(inputs)
+            check_unborrowed(self.model, self.blocks, inputs, partial(self._load, dense=True))
         return inputs
-
-    def _check_unborrowed(self, inputs: BlockInputs) -> None:
-        """ValueError for a block that uses what another returns beside its hidden state; reads the model once."""
-        for index, block in enumerate(self.blocks):
-            fill(self.model, self._load(index, dense=True))
-            try:
-                with torch.no_grad():
-                    inputs.run(block.module, index, 0)
-            finally:
-                empty(block.module)
 
     @contextmanager
     def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:

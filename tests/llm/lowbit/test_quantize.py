@@ -77,26 +77,42 @@ def test_from_disk_to_disk_it_writes_what_it_writes_from_memory(family, quantize
         assert torch.equal(weight, own[name]), name
 
 
-def test_an_interrupted_run_goes_on_with_what_it_wrote(tmp_path, monkeypatch):
-    """Finished blocks are unpacked from the run's own files, and the result is that of an uninterrupted run."""
+def stopped_at_the_third(monkeypatch, run):
+    """`run()`, killed before its third block is written."""
     from qprecon.llm.storage import sources
 
-    model = build("llama").to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "dense")
-    settings = {"quantize": "int4", "group_size": 16, "progress": False, "order": True}
-    whole = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "whole", **settings)
     finish, calls = sources.DiskBlocks.finish, []
 
-    def stop_at_the_third(self, *arguments):
+    def stop(self, *arguments):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
         finish(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sources.DiskBlocks, "finish", stop_at_the_third)
+        patch.setattr(sources.DiskBlocks, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
-            prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
+            run()
+
+
+def test_a_model_that_was_changed_meanwhile_is_noticed(tmp_path, monkeypatch):
+    """Also where the finished block holds its weights packed, under other names than the model's."""
+    dense, settings = build("llama").to(torch.bfloat16), {"quantize": "int8", "progress": False}
+    dense.save_pretrained(tmp_path / "dense")
+    stopped_at_the_third(monkeypatch, lambda: prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings))
+    with torch.no_grad():
+        dense.model.layers[1].mlp.down_proj.weight[0, 0] += 1.0
+    dense.save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
+
+
+def test_an_interrupted_run_goes_on_with_what_it_wrote(tmp_path, monkeypatch):
+    """Finished blocks are unpacked from the run's own files, and the result is that of an uninterrupted run."""
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    settings = {"quantize": "int4", "group_size": 16, "progress": False, "order": True}
+    whole = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "whole", **settings)
+    stopped_at_the_third(monkeypatch, lambda: prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings))
     report = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
     assert any("continued after 2 of 3 blocks" in note for note in report.warnings)
     names = [row.name for row in whole.layers]
@@ -161,6 +177,18 @@ def test_qprecon_eval_reads_it(tmp_path, capsys):
     assert found == pytest.approx(want.value, rel=0.01)  # a float32 model has unit · scale without the rounding to bfloat16
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "int4" in card and "5 bits" in card
+
+
+def test_2_4_is_found_in_low_bit_files(monkeypatch, tmp_path):
+    """`qprecon check-sparse` unpacks them; the sparse kernels themselves need a GPU, so a product stands in for them here."""
+    from qprecon.llm.evaluation import sparse_check
+
+    model = build("llama").to(torch.bfloat16)
+    report = prune_model(model, tokens(6), out=tmp_path / "out", quantize="int8", pattern="2:4", progress=False)
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
+    monkeypatch.setattr(sparse_check, "_REPEATS", 1)
+    found = sparse_check.check_sparse(tmp_path / "out", tokens=8, dtype="bfloat16", device="cpu")
+    assert found.ok and not found.not_2_4 and sum(row.layers for row in found.rows) == len(report.layers)
 
 
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has experts as linear layers")

@@ -64,7 +64,7 @@ def test_the_target_and_the_error(teacher, monkeypatch):
     def train(task, options, seed):
         if task.index == 2:
             before["model"] = copy.deepcopy(model)
-            seen.append((task._targets(options.teacher), task._error([3], task._targets(options.teacher), None)))
+            seen.append((task._targets(options.teacher), task._error([(0, 3)], task._targets(options.teacher), None)))
         return 0.0
 
     monkeypatch.setattr(_Task, "train", train)

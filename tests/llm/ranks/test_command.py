@@ -5,7 +5,6 @@ import socket
 import sys
 
 import pytest
-from torch import distributed
 
 from qprecon.cli import main
 from qprecon.llm import PruneReport, recover
@@ -24,7 +23,7 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-def command(rank, size, port, folder, *arguments):
+def command(rank, port, size, folder, *arguments):
     """What torchrun tells its processes; the store is the test's, as it is torchrun's own."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -36,8 +35,7 @@ def command(rank, size, port, folder, *arguments):
 
 def launched(size, folder, *arguments):
     """Exit codes, and what each process wrote to stdout and to stderr."""
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    codes = run_apart(size, command, size, store.port, folder, *arguments)
+    codes = run_apart(size, command, size, folder, *arguments)
     texts = [[(folder / f"{name} {rank}").read_text() for rank in range(size)] for name in ("stdout", "stderr")]
     return codes, *texts
 

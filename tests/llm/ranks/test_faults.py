@@ -6,11 +6,13 @@ import time
 
 import pytest
 import torch
+from torch import distributed
 
 from qprecon.errors import RankError
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.pruning import dealt
 from qprecon.llm.ranks.group import Ranks, joined
+from qprecon.llm.ranks.meeting import Meeting
 from qprecon.llm.storage.journal import Journal
 from qprecon.llm.storage.output import partial_folder
 from tests.llm.families import build, tokens
@@ -183,3 +185,45 @@ def test_bad_input_is_said_once():
     found = run(2, work)
     assert {type(each) for each in found} == {ValueError, RankError}
     assert next(each for each in found if isinstance(each, RankError)).said
+
+
+def test_what_is_told_may_be_large():
+    """More than torch's store takes as one value (8 MiB)."""
+
+    def work(rank):
+        with joined(PATIENCE) as ranks:
+            texts = [ranks.gathered(bytes([65 + rank]) * (number * 2**23 + rank)) for number in range(3)]
+            return [[(len(text), text[:1]) for text in told] for told in texts]
+
+    expected = [[(number * 2**23, b"A" if number else b""), (number * 2**23 + 1, b"B")] for number in range(3)]
+    assert run(2, work) == [expected, expected]
+
+
+def checked(collective, sizes):
+    """A collective that refuses what NCCL refuses."""
+
+    def call(tensor, *arguments, **keywords):
+        assert tensor.is_contiguous() and tensor.numel() > 0 and not tensor.requires_grad
+        sizes.append(tensor.numel() * tensor.element_size())
+        return collective(tensor, *arguments, **keywords)
+
+    return call
+
+
+@pytest.mark.parametrize("settings", [{"preset": "balanced"}, {"fixed_order": True, "order": True, "drift": "auto"}])
+def test_what_is_told_is_small_and_tensors_are_as_nccl_wants_them(settings):
+    """Windows are views of one tensor: what is told stays small all the same, and tensors are whole and not empty."""
+
+    def work(rank):
+        sizes, told = [], []
+        for name in ("all_reduce", "broadcast"):
+            setattr(distributed, name, checked(getattr(distributed, name), sizes))
+        put = Meeting._put
+        Meeting._put = lambda self, data: told.append(len(data)) or put(self, data)
+        model, windows = build("qwen2-moe"), tokens(20, 16)
+        report = prune_model(model, windows, progress=False, device="cpu", backend="cholesky", **settings)
+        return max(told), sum(sizes), report.ranks[rank]
+
+    for told, sent, facts in run(2, work):
+        assert told < 20 * 20 * 16 * 8
+        assert sent == facts["bytes_reduced"] + facts["bytes_broadcast"]

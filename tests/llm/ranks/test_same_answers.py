@@ -67,6 +67,8 @@ def check_rows(found, expected):
     ("llama", 2, 4, {"allocation": "loss"}),
     ("llama", 2, 4, {"propagate": "dense", "targets": "mlp"}),
     ("llama", 2, 4, {"preset": "balanced"}),
+    ("llama", 2, 5, {"order": True, "refine": "halves", "token_weights": 0.5}),
+    ("qwen2-moe", 3, 2, {"order": True, "refine": "block"}),
 ])  # fmt: skip
 def test_as_one_process(family, size, n, settings):
     windows = tokens(n)
@@ -84,7 +86,9 @@ def test_as_one_process(family, size, n, settings):
     assert all(facts["bytes_broadcast"] > 0 and facts["phase_seconds"] for facts in reported.ranks)
 
 
-@pytest.mark.parametrize(("family", "settings"), [("llama", TARGETS), ("qwen2-moe", {"backend": "pcg"} | TARGETS)])
+@pytest.mark.parametrize(
+    ("family", "settings"), [("llama", TARGETS | {"refine": "halves"}), ("qwen2-moe", {"backend": "pcg"} | TARGETS)]
+)
 def test_in_a_fixed_order_the_same_bits(family, settings, monkeypatch):
     monkeypatch.setattr(dealt, "_ENTRIES", 32 * 16)  # several chunks of 16 columns in a layer
     settings = {"fixed_order": True} | settings
@@ -94,6 +98,17 @@ def test_in_a_fixed_order_the_same_bits(family, settings, monkeypatch):
         found, reported = run(size, in_memory, family, windows, settings)[-1]
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
         assert [row.error_stored for row in reported.layers] == pytest.approx([row.error_stored for row in report.layers], rel=1e-9)
+
+
+@pytest.mark.parametrize("settings", [TARGETS, {"order": True, "drift": "auto"}, {"order": True, "refine": "block"}])
+def test_windows_that_go_through_blocks_together(settings, monkeypatch):
+    """As on a GPU: two in a stack, none across the edge of a rank's part."""
+    monkeypatch.setattr("qprecon.llm.storage.in_memory.windows_together", lambda *_: 2)
+    windows = [*tokens(4, 32), *tokens(4, 20)]
+    expected, report = in_memory(0, "llama", windows, settings)
+    found, reported = run(2, in_memory, "llama", windows, settings)[1]
+    check_alike(found, expected)
+    check_rows(reported, report)
 
 
 def test_whichever_ranks_see_layers_part_ways(monkeypatch):
@@ -152,7 +167,7 @@ def test_low_bit_weights(settings, tmp_path):
             assert torch.isclose(one[name].float(), many[name].float(), rtol=1e-4).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("settings", [{"order": True, "refine": "block"}, {"mask": "proxsparse", "pattern": "2:4"}])
+@pytest.mark.parametrize("settings", [{"mask": "proxsparse", "pattern": "2:4"}, {"adapter_rank": 2}])
 def test_what_takes_one_process_is_refused(settings):
     found = run(2, in_memory, "llama", tokens(2), settings)
     assert any(isinstance(each, ValueError) for each in found)
