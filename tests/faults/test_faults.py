@@ -72,8 +72,8 @@ def test_recipes(server, models, tmp_path, tally):
 
 
 def test_an_odd_home_locale_and_folder(models, tmp_path):
-    """In one: no HOME, LC_ALL=C without UTF-8 mode, spaces and other alphabets in the names of folders."""
-    odd = tmp_path / f"{NAMES[0]} {NAMES[1]}"
+    """In one: no HOME, LC_ALL=C without UTF-8 mode (the tokenizers library then takes ASCII paths only), spaces and quotes."""
+    odd = tmp_path / f"{NAMES[0]} {NAMES[3]}"
     shutil.copytree(models.folder / "llama", odd / "llama")
     shutil.copy(models.text, odd / "text.jsonl")
     given = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
