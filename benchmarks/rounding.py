@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qprecon
 from qprecon.grids import Grid, find_grid
-from qprecon.stored import METHODS
+from qprecon.on_grid import METHODS
 from tests.contract.families import real_layer, real_layers
 
 RESULTS = Path(__file__).parent / "results" / "rounding.json"

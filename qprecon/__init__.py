@@ -18,12 +18,12 @@ from .errors import (
 from .estimator import MaskedRidge, fit
 from .forms import BoxForm, ReducedForm, box_form, reduced_form
 from .moments import Moments, gram
+from .on_grid import Rounded
 from .prepared import PreparedHessian, prepare, solve
 from .problem import ColumnQP
 from .registry import available_backends
 from .solution import Provenance, Solution, Timing
 from .status import Status
-from .stored import Rounded
 from .verdict import Audit
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .certificate import Certificate, gamma, own_factor
+from .factor import Certificate, gamma, own_factor
 from .interop import Array, cast, like, namespace, to_numpy
 from .linalg import column_dots, column_norms, masked, solve_lower
 from .problem import ColumnQP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .certificate import known_to
+from .factor import known_to
 from .interop import cast, to_numpy
 from .linalg import add_to_diagonal, cholesky
 from .problem import ColumnQP

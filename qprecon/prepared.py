@@ -15,11 +15,11 @@ from .grids import Grid
 from .hessian import Hessian, check_damping, floating
 from .interop import Array, Place, from_core, place_of
 from .linalg import exact_float32
+from .on_grid import Effort, Rounded, rounded
 from .problem import ColumnQP
 from .shared import Shared
 from .solution import Solution
 from .solving import Request, run
-from .stored import Effort, Rounded, rounded
 from .verdict import Audit, audited
 
 
@@ -141,7 +141,7 @@ class PreparedHessian:
             start: (N, K) real-valued weights for it, 0 where pruned, or their ``Solution``, whose bounds are then used.
             grid: "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16" or "fp16", or a ``Grid`` with settings of its
                 own (``qprecon.grids.find_grid``).
-            method: "sweep", "descent" (no factorisation), "gptq", "gptq-order", "gptq-start" or "nearest": see ``qprecon.stored``.
+            method: "sweep", "descent" (no factorisation), "gptq", "gptq-order", "gptq-start" or "nearest": see ``qprecon.on_grid``.
                 The first two are never worse than "nearest", in any column.
             **effort: sweeps=2 (passes of descent in a row), refits=2 (of the scales), repeats=1 (of "sweep", with its own scales).
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from .accept import InProgress, numbers_may_fail
-from .certificate import Certificate
 from .chunks import compose, indices_of, slices, width_of, within
 from .errors import BackendBrokenError
+from .factor import Certificate
+from .in_progress import InProgress, numbers_may_fail
 from .interface import Chunk, RawColumns
 from .interop import Array, as_given_back, back_to, cast, like, synchronize, to_library
 from .linalg import masked
@@ -23,7 +23,7 @@ from .memory import automatic_width, out_of_memory, release
 from .problem import ColumnQP
 from .results import LIMITS, Results
 from .shared import BackendSetup
-from .start import find_start
+from .starting_point import find_start
 from .status import Status
 
 _ROUNDS = 8  # audited rounds at most; a column's gap must shrink by a fifth for there to be another

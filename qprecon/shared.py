@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .certificate import Certificate, certificate
 from .errors import BackendBrokenError
+from .factor import Certificate, certificate
 from .hessian import Hessian
 from .interface import SolveChunk, System
 from .interop import Array, cast, to_library
@@ -43,7 +43,7 @@ class Shared:
 
     @property
     def certificate(self) -> Certificate:
-        """See ``qprecon.certificate``: one float64 factorisation; without damping a few, until one holds."""
+        """See ``qprecon.factor``: one float64 factorisation; without damping a few, until one holds."""
         with self._lock:
             if self._certificate is None:
                 with exact_float32(), self.fitting_threads(self.hessian.n_inputs):

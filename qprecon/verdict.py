@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from .audit import Figures, audit
-from .certificate import Certificate, gamma
 from .chunks import slices
+from .factor import Certificate, gamma
 from .interop import Array, cast, dtype_name, to_numpy
 from .memory import automatic_width
 from .problem import ColumnQP
-from .start import Start, find_start, masked_weights
+from .starting_point import Start, find_start, masked_weights
 
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
 

@@ -14,8 +14,8 @@ import pytest
 import qprecon
 from qprecon import cli
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS
+from qprecon.llm.settings.aliases import ALIASES
 from qprecon.llm.settings.recipe_file import load_recipe
-from qprecon.llm.settings.words import ALIASES
 from qprecon.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from qprecon.llm.settings.options import Option, default_text, flag_of, options, type_hints
+from qprecon.llm.settings.aliases import SHORTHANDS
+from qprecon.llm.settings.fields import Option, default_text, flag_of, options, type_hints
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.run import Run
-from qprecon.llm.settings.words import SHORTHANDS
 
 _POSITIONAL = ("model", "out")
 

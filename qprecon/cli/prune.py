@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from qprecon.files import one_line
-from qprecon.llm.settings.options import options
+from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.run import Run
 from qprecon.memory import out_of_memory
 

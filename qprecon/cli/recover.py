@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from qprecon.llm.settings.options import options
+from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 
 from ._flags import add_fields, given, headings

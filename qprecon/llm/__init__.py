@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qprecon.llm.calibration.mixture import Mixture
     from qprecon.llm.evaluation.perplexities import perplexity
-    from qprecon.llm.pruning.loop import prune_model
+    from qprecon.llm.pruning.prune_model import prune_model
     from qprecon.llm.recovery.loop import recover
     from qprecon.llm.recovery.report import RecoveryReport
     from qprecon.llm.reporting.report import PruneReport
@@ -26,7 +26,7 @@ _PLACES = {
     "Recipe": "qprecon.llm.settings.recipe",
     "RecoveryReport": "qprecon.llm.recovery.report",
     "perplexity": "qprecon.llm.evaluation.perplexities",
-    "prune_model": "qprecon.llm.pruning.loop",
+    "prune_model": "qprecon.llm.pruning.prune_model",
     "recover": "qprecon.llm.recovery.loop",
 }
 _PLAIN = ("PruneReport", "Recipe")

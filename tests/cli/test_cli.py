@@ -16,7 +16,7 @@ import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
 from qprecon.llm.model.targets import ATTENTION
-from qprecon.llm.settings.options import default_text, flag_of, options
+from qprecon.llm.settings.fields import default_text, flag_of, options
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.run import Run
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words

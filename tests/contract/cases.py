@@ -79,7 +79,7 @@ def check(problem: Problem, solution: qprecon.Solution, truth: reference.Truth) 
 
 
 def _known_to(problem: Problem) -> float:
-    """What f is known to, in units of the column's mass squared: its own rounding, and H's (``qprecon.certificate.ENTRY``)."""
+    """What f is known to, in units of the column's mass squared: its own rounding, and H's (``qprecon.factor.ENTRY``)."""
     n, h_NN = len(problem.hessian_NN), problem.hessian_NN
     summed_in_float32 = (h_NN == h_NN.astype(np.float32)).all()
     return 4.0 * (n + 12) * 2.0**-53 + 128.0 * (2.0**-24 if summed_in_float32 else 2.0**-53)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import qprecon
 from qprecon.grids import find_grid
-from qprecon.stored import METHODS
+from qprecon.on_grid import METHODS
 
 from ..contract.families import real_layer, real_layers
 from ..small_problems import gram, right_hand_side

@@ -150,16 +150,16 @@ def _small_disk(at: str, bytes: int, kept: str) -> Iterator[None]:
 @contextmanager
 def _checks_only() -> Iterator[None]:
     """A run ends well where it would read the calibration text: all that is cheap has been checked then."""
-    from qprecon.llm.pruning import loop
+    from qprecon.llm.pruning import prune_model
 
     def stop(*_: Any, **__: Any) -> None:
         raise SystemExit(0)
 
-    before, loop.calibration_samples = loop.calibration_samples, stop
+    before, prune_model.calibration_samples = prune_model.calibration_samples, stop
     try:
         yield
     finally:
-        loop.calibration_samples = before
+        prune_model.calibration_samples = before
 
 
 FAULTS: dict[str, Callable[..., Any]] = {

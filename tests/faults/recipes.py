@@ -120,7 +120,7 @@ def _yaml(value: Any) -> str:
 
 def _said(word: str, value: Any, line: str) -> bool:
     """Whether a message names a word, what it is here, or a word below it."""
-    from qprecon.llm.settings.words import ALIASES
+    from qprecon.llm.settings.aliases import ALIASES
 
     below = [str(key) for key in value] if isinstance(value, dict) else []
     return any(name and name[:60] in line for name in (word, ALIASES.get(word), word.removesuffix("_options"), *below))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import qprecon
-from qprecon.certificate import gamma
+from qprecon.factor import gamma
 from qprecon.grids import Fitted, Grid
 from qprecon.linalg import exact_float32
 from qprecon.llm.lowbit.grid import grid_of

@@ -1,222 +1,141 @@
-"""Prune a causal language model block by block (the paper's Algorithm 1)."""
+"""The pruning loop: block by block, group by group of its layers (the paper's Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.mixture import described
-from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
-from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
-from qprecon.llm.lowbit.grid import check_grid, grid_of
-from qprecon.llm.model.devices import on_its_device
-from qprecon.llm.model.loading import choose_device, model_folder
-from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
-from qprecon.llm.pruning.blocks import prune_blocks
-from qprecon.llm.pruning.checks import check_choices, check_method, check_ranks, half_precision_hint, with_given_masks
-from qprecon.llm.pruning.left_dense import left_dense
+from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.calibration.memory import with_room
+from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.lowbit.adapter import keep_adapters, recall_adapters
+from qprecon.llm.masks import get_selector
+from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
+from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks, kept_scales
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.origin import Found, companions_of, find_model, open_source
-from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
-from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
+from qprecon.llm.pruning.over_ranks import prune_groups
+from qprecon.llm.pruning.plan import LayerPlan, Plan
+from qprecon.llm.pruning.refine import WINDOWS, Refinement
+from qprecon.llm.pruning.update import grouped
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
-from qprecon.llm.reporting.outcome import among_ranks, outcome
-from qprecon.llm.reporting.report import PruneReport
-from qprecon.llm.settings.options import takes
-from qprecon.llm.settings.recipe import Recipe
-from qprecon.llm.settings.words import as_recipe
-from qprecon.llm.storage.beside import tidy
+from qprecon.llm.reporting.progress import CONTINUING
+from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.statistics.gradients import loss_gradients
+from qprecon.llm.statistics.loss_weights import LossGradients
+from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.in_memory import MemoryBlocks
-from qprecon.llm.storage.output import Pack, check_output, check_writable, complete_folder, save_model
 from qprecon.llm.storage.sources import DiskBlocks
 
+_GRADIENTS = "gradients"  # the name that they are kept under, for a run that continues
 
-@takes(Recipe)
-@on_its_device
-@torch.inference_mode(False)  # tensors made in that mode do not count changes in place, and learned masks need gradients
-def prune_model(
-    model: nn.Module | str | Path,
-    calibration: Any,
-    recipe: Recipe | Mapping[str, Any] | None = None,
-    *,
-    tokenizer: Any = None,
-    out: str | Path | None = None,
-    device: str | torch.device | None = None,
-    store: str | torch.device | None = None,
-    progress: bool | str = True,
-    resume: bool = True,
-    save_masks: bool = False,
-    rank_timeout: float = TIMEOUT,
-    **settings: Any,
-) -> PruneReport:
-    """Prune a model to a sparsity pattern, with optimal weights for the masks (the paper's Algorithm 1).
 
-    All linear layers of all decoder blocks are pruned; embeddings, the head and routers of experts are not. Called by all processes
-    of torch's default process group with the same arguments, it is one run, which they share (docs/scaling.md).
+def prune_blocks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, rule: Owl | ByLoss | None,
+    samples: list[torch.Tensor], store: Any, log: RunLog, ranks: Ranks = Ranks(),
+) -> tuple[list[LayerRow], torch.device | None]:  # fmt: skip
+    """THE loop: the rows of the report, and where activations were kept. Blocks that an earlier run finished are only replayed.
 
-    Args:
-        model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
-            safetensors is read and written block by block and never held; where that cannot be done, the report says why.
-        calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; what a tokenizer returns,
-            input_ids with their attention_mask, whose padding is left out; or text, or one long tensor of tokens, (T,), from
-            which `nsamples` windows of `seqlen` tokens are drawn with `seed`; or several sources of these with their shares of the
-            windows, a `Mixture` or a list such as [("a.txt", 0.7), ("b.jsonl.gz", 0.3)].
-        recipe: the settings as one object, or a mapping of some of them.
-        tokenizer: for text, where the model is in memory.
-        out: a folder for the pruned model and its report, or a link to one; absent, empty, or holding nothing but what qprecon
-            wrote there before, which is then replaced.
-        device: where blocks are computed, one at a time; a GPU if there is one. `store`: where activations are kept
-            between blocks; unless given `device` if they take up to a third of its free memory, else the host's memory.
-        progress: on stderr: True or "bar"; False or "quiet"; "json" for lines of JSON.
-        resume: a run that writes block by block keeps what it has in `.OUT.partial` beside `out` until it is complete. With
-            True the same call continues it, with the same weights as an uninterrupted run; False starts over.
-        rank_timeout: of several ranks: seconds for which one that does not answer is waited for.
-        save_masks: also write the masks that were used to `out`, a bit a weight (`qprecon.llm.masks.packed`).
-        **settings: fields of `Recipe` by name, in place of those of `recipe`.
-
-    Returns:
-        PruneReport, one row a layer; on all ranks the same.
-
-    Raises:
-        ValueError, TypeError, FileExistsError: bad arguments, before any calibration; an activation that is not finite; an
-            unfinished run with other settings beside `out` (the differences are named).
-        OSError: a file that cannot be written; blocks finished before are kept.
-        RankError: another rank has failed or does not answer; it is named.
+    Every rank goes through it with its own windows; sums, columns and decisions are shared in what it calls.
     """
-    assert isinstance(device, torch.device)  # chosen by `on_its_device`
-    with joined(rank_timeout) as ranks:
-        recipe = as_recipe(recipe, settings)
-        if save_masks and out is None:
-            raise ValueError("save_masks writes them into `out`, and there is none: give out=…")
-        ranks = replace(ranks, fixed=recipe.fixed_order)
-        log = RunLog(progress if ranks.first else False, notes=recipe.without_effect())
-        return _pruned(model, calibration, recipe, tokenizer, _Where(out, device, store, resume, save_masks), log, ranks)
+    rows = list(source.rows)
+    finished = sum(map(bool, plan.layers[: source.finished]))
+    errors = [row.error_stored for row in rows]
+    log.step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
+    if source.finished > plan.last:
+        return rows, None
+    with evaluation_mode(source.model):
+        if get_selector(method.mask).model_level:
+            with log.phase("learn masks"):
+                method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))
+        with log.phase("capture"):
+            statistics = _statistics(source, method, samples, store, ranks)
+            refinement = Refinement(method, statistics) if method.refine != "none" else None
+        if method.token_weights or method.output_weights or isinstance(rule, ByLoss):
+            with log.phase("gradients"):
+                log.step("gradients", 0)
+                statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log, ranks)
+            plan = loss_plan(plan, gradients, rule) if isinstance(rule, ByLoss) else plan
+        for index, block in enumerate(plan.blocks[: plan.last + 1]):
+            with source.opened(index, dense=method.propagate == "dense") as module:
+                if index < source.finished:
+                    recall_adapters(source, block.name, source.model)
+                else:
+                    pruned: list[LayerPlan] = []
+                    drafts: list[Draft] = []
+                    for layers in _in_order(statistics, module, index, plan.layers[index]):
+                        with log.phase("gram"):
+                            log.step(block.name, 0)
+                            room = partial(with_room, statistics, log.note, block.name)
+                            grams = statistics.collect(module, index, [layer.view for layer in layers], room)
+                        for group, own in prune_groups(grouped(layers, grams), grams, method, ranks):
+                            pruned += group
+                            drafts += own
+                            log.step(block.name, len(group), layer=group[-1].view.name)
+                        if refinement is not None:
+                            with log.phase("refine"):
+                                refinement.after(module, index, [layer.view for layer in layers])
+                    rows += (new := finished_rows(pruned, drafts, ranks))
+                    log.add_parts(draft.seconds for draft in drafts)
+                    keep_adapters(source, block.name, module)
+                    source.finish(index, new, kept_masks(drafts, ranks), kept_scales(drafts, ranks))
+                    log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
+                with log.phase("propagate"):
+                    if index < plan.last:
+                        with_room(statistics, log.note, block.name, partial(statistics.advance, module, index))
+            if index < source.finished:
+                statistics.pass_finished(source, index)
+    if refinement is not None:
+        log.note(refinement.described())
+    return rows, statistics.store
 
 
-@dataclass(frozen=True)
-class _Where:
-    """What `prune_model` is told of reading and writing."""
-
-    out: Any
-    device: torch.device
-    store: Any
-    resume: bool
-    save_masks: bool
-
-
-def _pruned(
-    model: Any, calibration: Any, recipe: Recipe, tokenizer: Any, where: _Where, log: RunLog, ranks: Ranks
-) -> PruneReport:
-    """`prune_model` on one of the ranks."""
-    out, device, store, save_masks = where.out, where.device, where.store, where.save_masks
-    with log.phase("load"):
-        if out is not None:
-            given, out = out, ranks.decided(lambda: check_output(where.out))
-            if Path(given).expanduser().is_symlink():
-                log.note(f"{given} is a link: the model is written to {out}")
-        if store not in (None, "auto"):
-            choose_device(store, "store")
-        rule = allocation_asked(recipe)
-        recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store, "save_masks": save_masks}
-        recorded["allocation_options"] = rule and rule.options
-        method = Method(**recipe.settings(), keep_masks=save_masks, keep_scales=out is not None)
-        check_choices(method, device)
-        check_ranks(method, ranks)
-        with log.library_bars():
-            if isinstance(model, str | Path) and out is not None:  # one rank downloads, the others find it
-                ranks.decided(lambda: model_folder(model) and None)
-            found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
-        plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
-        check_method(method, plan)
-        check_grid(method, [layer.view for layers in plan.layers for layer in layers], found.model if out is not None else None)
-        check_adapters(method.adapter_rank, [layer.view for layers in plan.layers for layer in layers], found.model)
-        method = with_given_masks(method, plan, found.model, recipe.amount_stated)
-        folder = None if found.shards is None else found.shards.folder
-        if out is not None and ranks.first:
-            with log.library_bars():
-                check_writable(found.model, found.tokenizer, folder)
-        text = (calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
-        # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
-        samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(found.model, *text)])
-        if found.is_skeleton:  # text before weights
-            with log.library_bars():
-                found = found.in_memory(log)
-            plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
-        stays_dense = left_dense(found.model, plan)
-        companions = None if out is None or not ranks.first else companions_of(found.name, found.tokenizer, found.files)
-        source = open_source(found, plan, samples, recorded, method, out, device, where.resume, log, ranks)
-    try:
-        if companions and (lacking := companions.note()):
-            log.note(lacking)
-        if ranks.first and (hint := half_precision_hint(plan, recipe.dtype, device)):
-            log.note(hint)
-        if ranks.first:
-            log.say_notes()
-        with log.bar(plan.n_layers, blocks=sum(map(bool, plan.layers))):
-            if isinstance(rule, Owl) and source.finished <= plan.last:
-                plan = owl_plan(source, plan, samples, rule, store, log, ranks)
-            rows, kept_on = prune_blocks(source, plan, method, rule, samples, store, log, ranks)
-        ranks.decided(source.close)
-        recorded |= {"model": found.name, "nsamples": len(samples), "store": kept_on and str(kept_on)}
-        recorded |= {"streamed": found.shards is not None, **described(calibration, len(samples))}
-        recorded |= {"seqlen": max(sample.numel() for sample in samples)}
-        left_out = companions.left_out + companions.outdated if companions else ()
-        facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": left_out}
-        facts |= among_ranks(ranks, device, len(samples), log)
-
-        def finished() -> PruneReport:
-            report = outcome(rows, source.zeros(rows), recorded, log, **facts)
-            if out is not None:
-                with log.phase("save"):
-                    _save(source, found, report, out, save_masks, companions, log, method, plan)
-            return replace(report, phase_seconds=dict(log.seconds))
-
-        return ranks.decided(finished)
-    finally:
-        source.stop()
+def _statistics(
+    source: MemoryBlocks | DiskBlocks, method: Method, samples: list[torch.Tensor], store: Any, ranks: Ranks
+) -> Statistics:
+    refined = method.refine != "none"
+    beside = bool(method.drift or method.residual or refined)
+    share = ranks.share([sample.numel() for sample in samples])
+    inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None, share=share)
+    on_dense = method.propagate == "dense"
+    powers = method.token_weights, method.output_weights
+    return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, *powers, ranks=ranks)
 
 
-def _save(
-    source: MemoryBlocks | DiskBlocks, found: Found, report: PruneReport, out: Path, with_masks: bool, companions: Any,
-    log: RunLog, method: Method, plan: Plan,
-) -> None:  # fmt: skip
-    masks, pack = source.masks() if with_masks else None, _packing(source, found.model, report, method, plan)
-    if isinstance(source, DiskBlocks):
-        complete_folder(
-            source.journal, source.entries(), found.model, found.files.folder, report, out, found.tokenizer, masks, companions, pack
-        )
-        return
-    with log.library_bars():
-        save_model(found.model, report, out, found.tokenizer, masks, companions, pack=pack)
-    tidy(out)
+def _in_order(
+    statistics: Statistics, module: nn.Module, index: int, layers: Sequence[LayerPlan]
+) -> Iterator[list[LayerPlan]]:
+    """The layers of a block in the groups in which they are pruned."""
+    by_name = {layer.view.name: layer for layer in layers}
+    for views in statistics.in_order(module, index, [layer.view for layer in layers]):
+        yield [by_name[view.name] for view in views]
 
 
-def _packing(
-    source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method, plan: Plan
-) -> Pack | None:
-    """What makes the written folder one of low-bit weights, and adds adapters; blocks from disk to disk are packed already."""
-    if method.quantize == "none" and not method.adapter_rank:
-        return None
+def _gradients(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor], log: RunLog, ranks: Ranks
+) -> LossGradients:
+    """Of the dense model; those of an interrupted run are read again, as a GPU gives others in the last digits each time."""
+    known = source.recall(_GRADIENTS)
+    if all(ranks.gathered(known is not None)):
+        return LossGradients.of(known, inputs, ranks)
+    layers = [[layer.view for layer in layers] for layers in plan.layers]
+    windows = samples if inputs.share is None else [samples[number] for number in inputs.share.numbers]
+    work = partial(loss_gradients, source, layers, inputs, windows, ranks)
+    found = with_room(inputs, log.note, "token weights", work) if ranks.size == 1 else work()  # ranks meet in it
+    source.keep(_GRADIENTS, found.tensors(inputs.device))
+    return found
 
-    def pack(folder: Path) -> None:
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        linears += [name for name, _ in plan.excluded]  # routers, which other readers have as linear layers
-        views = [layer.view for layers in plan.layers for layer in layers]
-        if method.quantize != "none" and isinstance(source, MemoryBlocks):
-            pack_folder(folder, source.scales, linears, views)
-        elif method.quantize != "none":
-            names = [row.name for row in report.layers]
-            weight = model.get_submodule(names[0]).weight
-            assert isinstance(weight, torch.Tensor)
-            grid = grid_of(method, weight.dtype)
-            assert grid is not None
-            write_configuration(folder, configuration(grid, names, linears))
-        if method.adapter_rank:
-            write_adapter(folder, adapters_of(model), method.adapter_rank)
 
-    return pack
+def _learn_masks(
+    source: MemoryBlocks | DiskBlocks, plan: Plan, method: Method, samples: list[torch.Tensor], log: RunLog
+) -> dict[str, torch.Tensor]:
+    linears = {layer.view.name: layer.view.module for layers in plan.layers for layer in layers}
+    return get_selector(method.mask).learn(
+        source.model, samples, linears=linears, device=source.device, **method.mask_options,
+        progress=lambda step, steps, loss: log.step(f"masks: step {step} of {steps}", 0),
+    )  # fmt: skip

@@ -25,13 +25,13 @@ from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
-from qprecon.llm.storage.beside import restore
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
 from qprecon.llm.storage.companions import Companions, find_companions
-from qprecon.llm.storage.followed import FollowedBlocks, FollowedJournal, finished_entries
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.storage.other_ranks import FollowedBlocks, FollowedJournal, finished_entries
 from qprecon.llm.storage.output import EXPLAINED, check_apart, claim_output, partial_folder
+from qprecon.llm.storage.replacing import restore
 from qprecon.llm.storage.sources import DiskBlocks
 
 

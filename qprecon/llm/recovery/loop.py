@@ -28,11 +28,11 @@ from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
 from qprecon.llm.reporting.progress import say
 from qprecon.llm.reporting.report import RECOVERY_NAME
-from qprecon.llm.settings.options import takes
+from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
-from qprecon.llm.storage.beside import restore, tidy
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.output import check_apart, check_output, check_writable, partial_folder, save_model
+from qprecon.llm.storage.replacing import restore, tidy
 
 
 @takes(Recovery)

@@ -14,10 +14,10 @@ from typing import Any
 
 from qprecon.grids import Grid, find_grid
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.settings.options import check_choice, check_options, option
+from qprecon.llm.settings.fields import check_choice, check_options, option
 from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
+from qprecon.on_grid import METHODS, Effort
 from qprecon.options import made_options
-from qprecon.stored import METHODS, Effort
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qprecon.llm.settings.options import check_options, nearest, option
+from qprecon.llm.settings.fields import check_options, nearest, option
 
 # What `train` may name. "weights": the kept weights of the pruned linear layers. "head" and "embeddings" mean the same where tied.
 TRAIN = ("weights", "norms", "biases", "embeddings", "head", "all")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qprecon.llm.settings.options import check_options, option
+from qprecon.llm.settings.fields import check_options, option
 from qprecon.llm.settings.recipe import CALIBRATION, RUN
 
 PROGRESS = ("bar", "json", "quiet")

@@ -20,10 +20,10 @@ from qprecon.errors import BadFileError
 from qprecon.files import read_json, temporary, writing
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
-from qprecon.llm.storage.beside import put, restore, saving_folder, tidy
 from qprecon.llm.storage.card import model_card
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, Journal, current_umask, sync
+from qprecon.llm.storage.replacing import put, restore, saving_folder, tidy
 from qprecon.memory import out_of_memory
 
 GENERATION_NAME = "generation_config.json"

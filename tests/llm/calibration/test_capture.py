@@ -8,7 +8,7 @@ from torch import nn
 from qprecon.llm import prune_model
 from qprecon.llm.calibration.capture import capture_inputs
 from qprecon.llm.model.blocks import find_blocks
-from qprecon.llm.pruning import dealt
+from qprecon.llm.pruning import over_ranks
 from tests.llm.families import VOCAB, build, tokens
 
 
@@ -329,8 +329,8 @@ def test_from_disk_the_refusal_comes_before_the_first_block(uses, tmp_path, monk
     build("llama").save_pretrained(tmp_path / "dense")
     monkeypatch.setattr(tf.models.llama.modeling_llama.LlamaDecoderLayer, "forward", layer_forward)
     monkeypatch.setattr(tf.models.llama.modeling_llama.LlamaModel, "forward", model_forward)
-    pruned, prune_group = [], dealt.prune_group
-    monkeypatch.setattr(dealt, "prune_group", lambda *args: pruned.append(args) or prune_group(*args))
+    pruned, prune_group = [], over_ranks.prune_group
+    monkeypatch.setattr(over_ranks, "prune_group", lambda *args: pruned.append(args) or prune_group(*args))
     arguments = dict(out=tmp_path / "out", targets="mlp", progress=False, device="cpu")
     if uses:
         with pytest.raises(ValueError, match=r"model\.layers\.1: .* uses what another block returns"):

@@ -9,7 +9,8 @@ from qprecon.llm import perplexity, prune_model
 from qprecon.llm.evaluation import perplexities
 from qprecon.llm.model import devices
 from qprecon.llm.model.loading import choose_device
-from qprecon.llm.pruning import checks, loop
+from qprecon.llm.pruning import checks
+from qprecon.llm.pruning import prune_model as entry
 from qprecon.llm.pruning.method import Method
 from tests.llm.families import build, tokens
 
@@ -68,7 +69,7 @@ def test_all_of_a_run_is_within(monkeypatch):
 
     monkeypatch.setattr(devices, "computing_on", computing_on)
     monkeypatch.setattr(perplexities, "computing_on", computing_on)
-    parts = [(loop, "check_choices"), (loop, "open_source"), (loop, "prune_blocks"), (perplexities, "_total_nll")]
+    parts = [(entry, "check_choices"), (entry, "open_source"), (entry, "prune_blocks"), (perplexities, "_total_nll")]
     for module, name in parts:
         watched(module, name)
     model = build("llama")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon import PreparedHessian, certificate, shared
+from qprecon import PreparedHessian, factor, shared
 from qprecon.llm import prune_model
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears
@@ -79,7 +79,7 @@ def test_a_block_factors_each_gram_matrix_once(mask, update, expected, monkeypat
         return count
 
     calls = [("inverse", shared, "upper_inverse_factor"), ("definite", shared, "cholesky")]
-    for kind, module, name in [*calls, ("certificate", certificate, "cholesky")]:
+    for kind, module, name in [*calls, ("certificate", factor, "cholesky")]:
         monkeypatch.setattr(module, name, counted(kind, getattr(module, name)))
     release = PreparedHessian.release
     monkeypatch.setattr(PreparedHessian, "release", lambda self, **parts: freed.append(release(self, **parts)))

@@ -14,7 +14,7 @@ from qprecon.llm import perplexity, prune_model
 from qprecon.llm.model.blocks import check_weights, find_blocks
 from qprecon.llm.model.targets import ATTENTION, matches
 from qprecon.llm.pruning import checks
-from qprecon.llm.pruning import loop as pipeline
+from qprecon.llm.pruning import prune_model as pipeline
 from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from tests.llm.families import FAMILIES, FUSED, build, tokens
 

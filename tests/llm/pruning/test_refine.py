@@ -7,7 +7,7 @@ import torch
 
 from qprecon.llm import prune_model
 from qprecon.llm.model.blocks import find_blocks
-from qprecon.llm.pruning import blocks as pipeline
+from qprecon.llm.pruning import loop as pipeline
 from qprecon.llm.pruning.refine import Refinement, _Task
 from tests.llm.families import build, tokens
 from tests.llm.statistics import reference

@@ -10,7 +10,7 @@ from torch import distributed
 
 from qprecon.errors import RankError
 from qprecon.llm import PruneReport, prune_model
-from qprecon.llm.pruning import dealt
+from qprecon.llm.pruning import over_ranks
 from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.meeting import Meeting
 from qprecon.llm.storage.journal import Journal
@@ -57,7 +57,7 @@ def broken(owner, name, fault, from_call):
     setattr(owner, name, instead)
 
 
-def pruned(rank, folder, out, settings, fault=None, where=(dealt, "prune_parts"), from_call=1):
+def pruned(rank, folder, out, settings, fault=None, where=(over_ranks, "prune_parts"), from_call=1):
     if fault is not None and rank == BAD:
         broken(*where, fault, from_call)
     settings = {"backend": "cholesky", "rank_timeout": PATIENCE} | settings
@@ -81,7 +81,7 @@ def test_a_fault_in_a_solve(fault, tmp_path):
     """In the second of three blocks; then three ranks, or one, go on: the bits of a run without a fault."""
     folder, settings = saved(tmp_path / "dense"), {"fixed_order": True, "order": True}
     began = time.monotonic()
-    arguments = folder, tmp_path / "out", settings, fault, (dealt, "prune_parts"), 5
+    arguments = folder, tmp_path / "out", settings, fault, (over_ranks, "prune_parts"), 5
     found = run(3, pruned, *arguments, lost=[BAD] if fault is hangs else [])
     check_named(found, fault, time.monotonic() - began)
     assert not (tmp_path / "out").exists() and partial_folder(tmp_path / "out").is_dir()
@@ -107,9 +107,9 @@ def test_a_fault_in_a_collective(name, fault, tmp_path):
 def test_gradients_are_those_of_the_run_that_was_interrupted(tmp_path):
     """They are kept for all windows, and each rank takes those of its own."""
     folder, settings = saved(tmp_path / "dense"), {"fixed_order": True, "token_weights": 0.5}
-    found = run(2, pruned, folder, tmp_path / "out", settings, raises, (dealt, "prune_parts"), 6)
+    found = run(2, pruned, folder, tmp_path / "out", settings, raises, (over_ranks, "prune_parts"), 6)
     assert isinstance(found[BAD], Fault)
-    where = ("qprecon.llm.pruning.blocks", "loss_gradients")
+    where = ("qprecon.llm.pruning.loop", "loss_gradients")
     again = run(3, continued, folder, tmp_path / "out", settings, where)
     assert all(isinstance(each, PruneReport) for each in again), again
     pruned(0, folder, tmp_path / "whole", settings)

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from qprecon.llm import PruneReport, prune_model
-from qprecon.llm.pruning import dealt
+from qprecon.llm.pruning import over_ranks
 from qprecon.llm.statistics import collect
 from tests.llm.families import build, tokens
 from tests.llm.ranks.processes import needs_forks, run
@@ -90,7 +90,7 @@ def test_as_one_process(family, size, n, settings):
     ("family", "settings"), [("llama", TARGETS | {"refine": "halves"}), ("qwen2-moe", {"backend": "pcg"} | TARGETS)]
 )
 def test_in_a_fixed_order_the_same_bits(family, settings, monkeypatch):
-    monkeypatch.setattr(dealt, "_ENTRIES", 32 * 16)  # several chunks of 16 columns in a layer
+    monkeypatch.setattr(over_ranks, "_ENTRIES", 32 * 16)  # several chunks of 16 columns in a layer
     settings = {"fixed_order": True} | settings
     windows = [*tokens(3, 32), *tokens(2, 20), tokens(1, 9)[0]]
     expected, report = in_memory(0, family, windows, settings)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from qprecon.llm.settings.options import default_text, flag_of, options
+from qprecon.llm.settings.aliases import SHORTHANDS
+from qprecon.llm.settings.fields import default_text, flag_of, options
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.run import Run
-from qprecon.llm.settings.words import SHORTHANDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "pruning.md"
 BEGIN, END = "<!-- begin: options -->\n", "\n<!-- end: options -->"

@@ -3,9 +3,9 @@
 import pytest
 
 from qprecon.llm import prune_model
+from qprecon.llm.settings.aliases import as_recipe
 from qprecon.llm.settings.presets import PRESETS
 from qprecon.llm.settings.recipe import Recipe
-from qprecon.llm.settings.words import as_recipe
 from tests.llm.families import build, tokens
 
 

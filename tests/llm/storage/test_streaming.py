@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from qprecon.llm import prune_model
 from qprecon.llm.files import weight_files
 from qprecon.llm.model.loading import load_causal_lm
-from qprecon.llm.pruning import blocks as pipeline
-from qprecon.llm.pruning import dealt
+from qprecon.llm.pruning import loop as pipeline
+from qprecon.llm.pruning import over_ranks
 from qprecon.llm.storage import journal, output, sources
 from qprecon.llm.storage.checkpoint import NotStreamable, check_streamable, open_shards, skeleton
 from tests.llm.families import FAMILIES, build, tokens
@@ -151,8 +151,8 @@ def test_a_run_continues_after_the_last_finished_block(blocks, settings, tmp_pat
             prune(folder, tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
     groups = []
-    prune_group = dealt.prune_group
-    monkeypatch.setattr(dealt, "prune_group", lambda group, *rest: groups.append(group) or prune_group(group, *rest))
+    prune_group = over_ranks.prune_group
+    monkeypatch.setattr(over_ranks, "prune_group", lambda group, *rest: groups.append(group) or prune_group(group, *rest))
     monkeypatch.setattr(pipeline, "loss_gradients", lambda *_: pytest.fail("those of the first run are kept"))
     report = prune(folder, tmp_path / "out", **settings)
     assert len(groups) == 4 * (3 - blocks)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from .audit import Figures, audit, relative_gap
-from .certificate import Certificate, gamma
 from .chunks import indices_of
+from .factor import Certificate, gamma
 from .interop import Array, cast, like, namespace, to_numpy
 from .linalg import column_dots, column_norms
 from .problem import ColumnQP

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qprecon.llm.settings.options import Option, nearest, options
+from qprecon.llm.settings.fields import Option, nearest, options
 from qprecon.llm.settings.presets import OPTIONS_OF
 from qprecon.llm.settings.recipe import AMOUNT, LAYERS, Recipe
 from qprecon.llm.settings.run import Run

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from .audit import Figures, audit
-from .certificate import Certificate
 from .chunks import compose, within
+from .factor import Certificate
 from .interface import RawColumns
 from .interop import Array, like, namespace
 from .problem import ColumnQP
 from .results import LIMITS, NOT_RUN, Results
-from .start import Start, surely_better
+from .starting_point import Start, surely_better
 from .status import Status
 
 
