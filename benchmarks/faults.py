@@ -14,8 +14,8 @@ Parts:
   homes     homes, locales, names of folders
 
 Models are tiny, with random weights. --count stands for each part's own number of cases. Counts of the parts that ran replace
-theirs in benchmarks/results/faults.json, of which benchmarks/tables/faults.py makes the tables of docs/robustness.md. The exit code
-is 1 if anything is wrong.
+theirs in benchmarks/results/faults.json, of which benchmarks/tables/faults.py makes the tables of docs/llm/robustness.md. The exit
+code is 1 if anything is wrong.
 """
 
 from __future__ import annotations

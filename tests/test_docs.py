@@ -19,7 +19,7 @@ from qprecon.llm.settings.recipe_file import load_recipe
 from qprecon.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def blocks(page, language):
@@ -42,8 +42,8 @@ def test_it_builds_without_warnings(tmp_path):
 
 def test_every_page_is_in_the_navigation():
     config = (ROOT / "zensical.toml").read_text()
-    named = re.findall(r'= "(\w+\.md)" \}', config.split("nav = [")[1].split("]")[0])
-    assert sorted(named) == [page.name for page in PAGES]
+    named = re.findall(r'= "([\w/]+\.md)" \}', config.split("nav = [")[1].split("]")[0])
+    assert sorted(named) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -74,7 +74,7 @@ def test_the_example_of_one_layer_runs(capsys):
 
 
 def test_the_example_of_rounding_runs(capsys):
-    (code,) = (block for block in blocks("low_bit.md", "python") if "prepared.round" in block)
+    (code,) = (block for block in blocks("llm/low_bit.md", "python") if "prepared.round" in block)
     names = {}
     exec(code, names)
     assert "(8, 256)" in capsys.readouterr().out and len(np.unique(names["stored"].fitted.units(names["stored"].weights))) <= 16
@@ -107,14 +107,14 @@ def test_the_examples_of_derivatives_run(index, capsys):
 
 
 def test_the_recipes_load(tmp_path):
-    plain, staged = blocks("pruning.md", "yaml")
+    plain, staged = blocks("llm/pruning.md", "yaml")
     (tmp_path / "recipe.yaml").write_text(plain)
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert recipe["pattern"] == "2:4" and recipe["ignore"] == ["re:.*down_proj"]
     (tmp_path / "staged.yaml").write_text(staged)
     recipe = load_recipe(tmp_path / "staged.yaml")
     assert recipe["pattern"] == "2:4" and recipe["mask"] == "sparsegpt" and recipe["out"] == "pruned"
-    page = (ROOT / "docs" / "pruning.md").read_text()
+    page = (ROOT / "docs" / "llm" / "pruning.md").read_text()
     assert [word for word in ALIASES if f"`{word}`" not in page and word != "calib"] == []
 
 
@@ -126,7 +126,7 @@ def test_tables_agree_with_the_registries():
         cells = [cell.strip() for cell in rows[record.name].split("|")]
         assert cells[1] == ("yes" if record.capabilities.bounds else "no"), record.name
         assert cells[2].lower().split(", ") == list(record.capabilities.devices), record.name
-    evaluation = (ROOT / "docs" / "evaluation.md").read_text()
+    evaluation = (ROOT / "docs" / "llm" / "evaluation.md").read_text()
     for task in LOCAL_TASKS.values():
         assert f"`{task.files[0]}`" in evaluation
         for field in task.fields:

@@ -57,7 +57,7 @@ def table(rows: list[Row]) -> str:
     parts = [
         "# Backends: seconds to a certified gap",
         "",
-        "Made by `python benchmarks/backends.py --report` from the JSON files beside this one. Seconds of a warm call with "
+        "Made by `python benchmarks/layers/backends.py --report` from the JSON files beside this one. Seconds of a warm call with "
         "certification, compilation apart; **bold**: the fastest certified backend of the row. In brackets: not all columns are "
         "certified at the setting's gap; with the largest gap reached. Dash: does not take part, or over the time limit. Settings: "
         "the certified gap asked for; `paper` is 1e-2, with rAPDHG (mpax) in the paper's own setting. auto/best: auto's time over "

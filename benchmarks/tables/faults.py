@@ -1,6 +1,6 @@
 """Fill the tables of the documentation's page on robustness from the committed counts.
 
-    python benchmarks/tables/faults.py            (rewrites docs/robustness.md)
+    python benchmarks/tables/faults.py            (rewrites docs/llm/robustness.md)
     python benchmarks/tables/faults.py --check    (exits with 1 if it says something else)
 """
 
@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
-RESULT, PAGE = ROOT / "benchmarks" / "results" / "faults.json", ROOT / "docs" / "robustness.md"
+RESULT, PAGE = ROOT / "benchmarks" / "results" / "faults.json", ROOT / "docs" / "llm" / "robustness.md"
 TITLES = {
     "kills": "killed", "two": "two runs on one output", "disk": "full disks", "files": "damaged files",
     "memory of a cpu": "no memory", "memory of a gpu": "no memory on a GPU", "network": "a hub that hangs",

@@ -1,6 +1,6 @@
 """Fill the tables of the documentation's page on low-bit weights from the committed results.
 
-    python benchmarks/tables/grid.py            (rewrites docs/low_bit.md)
+    python benchmarks/tables/grid.py            (rewrites docs/llm/low_bit.md)
     python benchmarks/tables/grid.py --check    (exits with 1 if it says something else)
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "low_bit.md"
+PAGE = ROOT / "docs" / "llm" / "low_bit.md"
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"}
 METHODS = {
     "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-order": "the same, large inputs first",

@@ -76,7 +76,7 @@ class Table:
 def load(folder: Path) -> list[Table]:
     tables = [Table(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("paper_*.json"))]
     if not tables:
-        raise SystemExit(f"no paper_*.json in {folder}: run benchmarks/paper.py first")
+        raise SystemExit(f"no paper_*.json in {folder}: run benchmarks/models/paper.py first")
     return sorted(tables, key=lambda table: -len(table.rows))
 
 

@@ -349,7 +349,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/reproducing.md": {"ladder": ladder},
     "docs/backends.md": {"few-tokens": few_tokens},
-    "docs/scaling.md": {"scaling, block": scaling_block, "scaling, models": scaling},
+    "docs/llm/scaling.md": {"scaling, block": scaling_block, "scaling, models": scaling},
     "docs/performance.md": {
         "models": models,
         "phases": phases,

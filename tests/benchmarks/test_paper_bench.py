@@ -1,4 +1,4 @@
-"""benchmarks/paper.py and benchmarks/tables/paper.py on a toy: every row runs, a second run has nothing to do, tables come out."""
+"""benchmarks/models/paper.py and benchmarks/tables/paper.py on a toy: every row runs, a second run has nothing to do."""
 
 import gzip
 import json
@@ -35,8 +35,8 @@ def bench(monkeypatch, tmp_path):
 
 
 def test_every_row_then_none_then_tables(bench, capsys):
-    from benchmarks import paper
     from benchmarks.inputs import paper_rows
+    from benchmarks.models import paper
     from benchmarks.tables import paper as paper_tables
 
     common, out = bench
@@ -69,8 +69,8 @@ def test_every_row_then_none_then_tables(bench, capsys):
 
 def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'qprecon[eval]'")
-    from benchmarks import paper
     from benchmarks.inputs import paper_rows
+    from benchmarks.models import paper
     from benchmarks.tables import paper as paper_tables
 
     common, out = bench
@@ -100,7 +100,7 @@ def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
 
 def test_figures(bench, tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks import paper
+    from benchmarks.models import paper
     from benchmarks.tables import paper as paper_tables
 
     common, out = bench

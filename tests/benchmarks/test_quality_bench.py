@@ -1,4 +1,4 @@
-"""benchmarks/quality.py on a toy: cases, the ladder, a second run that has nothing to do."""
+"""benchmarks/models/quality.py on a toy: cases, the ladder, a second run that has nothing to do."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def bench(monkeypatch, tmp_path):
 
 
 def test_the_ladder_then_nothing_left_to_do(bench, capsys):
-    from benchmarks import quality
+    from benchmarks.models import quality
 
     common, out = bench
     assert quality.main([*common, "--cases", "ladder", "--cache", str(out / "cache")]) == 0
@@ -60,8 +60,8 @@ def test_the_ladder_then_nothing_left_to_do(bench, capsys):
 
 
 def test_windows_that_are_measured_on_are_not_calibrated_on(bench):
-    from benchmarks import quality
     from benchmarks.inputs.quality_cases import Case
+    from benchmarks.models import quality
 
     common, _ = bench
     parsed = quality.parse(common)

@@ -16,7 +16,7 @@ from qprecon.interface import Backend, RawColumns
 from qprecon.options import check_values
 from tests.small_problems import check_against_cholesky, check_limits, problem
 
-GUIDE = Path(__file__).parents[2] / "docs" / "adding_a_backend.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "extending" / "adding_a_backend.md"
 
 
 def block(language: str) -> str:

@@ -1,8 +1,8 @@
 """The settings of a run: each option once, with its type, default, help, other names and limits.
 
 `Recipe` says what is done to the model, `Run` (in `run`) on what and where. Made from the two: the keywords of `prune_model`, the
-flags of `qprecon prune`, the keys of a recipe file, the settings in the report, and the table of docs/pruning.md. Neither torch nor
-transformers is imported here, so that `qprecon prune --help` is quick.
+flags of `qprecon prune`, the keys of a recipe file, the settings in the report, and the table of docs/llm/pruning.md. Neither torch
+nor transformers is imported here, so that `qprecon prune --help` is quick.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Recipe:
     seed: int = option(0, "of the choice of windows", CALIBRATION)
     fixed_order: bool = option(
         False,
-        "sum windows and solve columns in portions that depend on shapes alone, so that any number of ranks (see docs/scaling.md) "
+        "sum windows and solve columns in portions that depend on shapes alone: any number of ranks (see docs/llm/scaling.md) "
         "gives the same bits; slower",
         CALIBRATION,
     )  # fmt: skip

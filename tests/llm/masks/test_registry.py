@@ -12,7 +12,7 @@ from qprecon.llm.masks import ENTRY_POINT_GROUP, SELECTORS, LayerData, get_selec
 from qprecon.llm.masks.patterns import Pattern
 from tests.llm.families import build, tokens
 
-GUIDE = Path(__file__).parents[3] / "docs" / "adding_a_mask.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "extending" / "adding_a_mask.md"
 RECORD = "from qprecon.llm.masks import Selector\nRECORD = Selector({0!r}, {0!r}, False, False, 'a test')\n"
 
 

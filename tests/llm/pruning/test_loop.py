@@ -257,14 +257,20 @@ def test_eight_tokens_in_bfloat16():
     assert row.rounding_excess == pytest.approx(row.error_stored / row.error_updated - 1)
 
 
+class NaNAtSeven(torch.nn.Embedding):
+    """Finite weights, but no number comes of token 7."""
+
+    def forward(self, numbers):
+        return super().forward(numbers).masked_fill((numbers == 7).unsqueeze(-1), torch.nan)
+
+
 def test_a_nan_token_stops_the_run_and_leaves_the_model_usable():
     model, samples = build("llama").train(), tokens(3)
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
     samples[samples == 7] = 8
     samples[1, 4] = 7
-    with torch.no_grad():
-        model.model.embed_tokens.weight[7] = float("nan")
+    model.model.embed_tokens.__class__ = NaNAtSeven
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: .*sample 1"):
         prune(model, samples)
     assert [module.training for module in model.modules()] == modes

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def scaled(tmp_path, *arguments):
-    """The runs of benchmarks/scaling.py on one rank and on two, and how the outputs differ."""
-    command = [sys.executable, "benchmarks/scaling.py", "--model", "tiny", "--samples", "32", "--seqlen", "256"]
+    """The runs of benchmarks/models/scaling.py on one rank and on two, and how the outputs differ."""
+    command = [sys.executable, "benchmarks/models/scaling.py", "--model", "tiny", "--samples", "32", "--seqlen", "256"]
     command += ["--workdir", str(tmp_path), "--out-json", str(tmp_path / "out.json"), *arguments]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-3000:]

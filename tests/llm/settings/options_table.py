@@ -1,4 +1,4 @@
-"""The table of options in docs/pruning.md. `python -m tests.llm.settings.options_table` writes it anew; test_recipe compares it."""
+"""The table of options in docs/llm/pruning.md. `python -m tests.llm.settings.options_table` writes it; test_recipe compares it."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from qprecon.llm.settings.fields import default_text, flag_of, options
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.run import Run
 
-PAGE = Path(__file__).parents[3] / "docs" / "pruning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "llm" / "pruning.md"
 BEGIN, END = "<!-- begin: options -->\n", "\n<!-- end: options -->"
 
 

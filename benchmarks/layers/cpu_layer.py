@@ -1,6 +1,6 @@
 """A real layer on the CPU: qprecon to a certified 1e-4 beside a plain loop of scipy's float64 Cholesky over the columns.
 
-    OMP_NUM_THREADS=2 OPENBLAS_NUM_THREADS=2 python benchmarks/cpu_layer.py [--npz LAYER.npz ...] [--out FILE]
+    OMP_NUM_THREADS=2 OPENBLAS_NUM_THREADS=2 python benchmarks/layers/cpu_layer.py [--npz LAYER.npz ...] [--out FILE]
 
 Each .npz holds H (N, N) and W (N, K); without any, the layers of tests/fixtures/real are taken (24 columns each). Wanda mask, 50 %,
 1 % damping. The two take turns; seconds are medians, the loop's from some of its columns scaled to all of them. The load average
@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the package and the benchmarks of this checkout
 
 import qprecon
-from benchmarks.backends import FIXTURES, processor
 from benchmarks.inputs.problems import from_file, from_fixture
+from benchmarks.layers.backends import FIXTURES, processor
 
 DAMPING, TOL, SPARSITY = 0.01, 1e-4, 0.5
-RESULTS = pathlib.Path(__file__).parent / "results" / "cpu_layer.json"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "cpu_layer.json"
 
 
 def cholesky_loop(h_NN: np.ndarray, w_NK: np.ndarray, mask_NK: np.ndarray) -> np.ndarray:

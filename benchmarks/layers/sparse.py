@@ -1,7 +1,7 @@
 """How fast the 2:4 layers of pruned models run through torch's semi-structured sparse kernels, beside dense ones.
 
-    python benchmarks/end_to_end.py --model llama-3.1-8b --blocks 1 --pattern 2:4 --keep --workdir /tmp/m --out-json /tmp/run.json
-    python benchmarks/sparse.py /tmp/m/llama-3.1-8b-1-pruned ...
+    python benchmarks/models/end_to_end.py --model llama-3.1-8b --blocks 1 --pattern 2:4 --keep --workdir /tmp/m --out-json run.json
+    python benchmarks/layers/sparse.py /tmp/m/llama-3.1-8b-1-pruned ...
 
 Every 2:4 layer is run and compared with the dense product; one of each shape is timed. Needs an NVIDIA GPU (Ampere or later).
 """
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qprecon
 from qprecon.llm.evaluation.sparse_check import SparseCheck, check_sparse
 
-RESULTS = Path(__file__).parent / "results" / "sparse_gpu.json"
+RESULTS = Path(__file__).parents[1] / "results" / "sparse_gpu.json"
 
 
 def rows_of(folder: Path, check: SparseCheck) -> list[dict]:

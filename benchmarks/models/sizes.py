@@ -1,6 +1,6 @@
 """Bytes on disk of a model stored in each way: what quantize and adapter_rank write, 50 % sparse. One row a variant.
 
-    python benchmarks/sizes.py --model FOLDER [--group 64] [--rank 64] [--out FOLDER]
+    python benchmarks/models/sizes.py --model FOLDER [--group 64] [--rank 64] [--out FOLDER]
 
 Sizes depend on shapes alone, so that one short window, no solve and nearest rounding are enough; every folder is read back by
 transformers, with nothing missing. Rows go to benchmarks/results/sizes_<model>.json.
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper import Results
-from benchmarks.quality import NAMES
+from benchmarks.models.paper import Results
+from benchmarks.models.quality import NAMES
 from qprecon.llm import prune_model
 from qprecon.llm.model.loading import load_config
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=64, help="inputs that share a scale in int4 and int3 (64)")
     parser.add_argument("--rank", type=int, default=64, help="of the adapters (64)")
     parser.add_argument("--name", help="the model's name in the results")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder of the JSON")
     parsed = parser.parse_args(arguments)
     config = load_config(parsed.model).get_text_config()
     name = parsed.name or NAMES.get((config.model_type, config.hidden_size)) or Path(parsed.model).resolve().name

@@ -1,6 +1,6 @@
 """A layer with fewer calibration tokens than inputs: pcg with and without being told how many samples H is made of.
 
-    OMP_NUM_THREADS=2 python benchmarks/few_tokens.py --model FOLDER --text FILE [--layer NAME] [--tokens 1024,256] [--columns 96]
+    OMP_NUM_THREADS=2 python benchmarks/layers/few_tokens.py --model FOLDER --text FILE [--tokens 1024,256] [--columns 96]
 
 The inputs are those of the layer in the dense model, the first tokens of the text in windows of 256; Wanda mask, 50 %, 1 % damping,
 certified to 1e-4. Iterations do not depend on the machine; seconds, with all set-up, are medians of three, taken in turns.
@@ -19,15 +19,15 @@ import time
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import qprecon
-from benchmarks.backends import processor
+from benchmarks.layers.backends import processor
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import cut_windows
 from qprecon.llm.model.loading import load_causal_lm
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "few_tokens.json"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "few_tokens.json"
 WINDOW = 256
 
 

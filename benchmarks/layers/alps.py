@@ -1,8 +1,8 @@
 """ALPS's masks: seconds, work and agreement with the algorithm as it was first written here, which inverts anew for each ρ.
 
-    python benchmarks/alps.py                       (one GPU, about a minute)
-    python benchmarks/alps.py --npz LAYER.npz ...   (whole real layers too, of inputs/make_fixtures.py --whole)
-    python benchmarks/alps.py --device cpu --small  (a check that the script runs)
+    python benchmarks/layers/alps.py                       (one GPU, about a minute)
+    python benchmarks/layers/alps.py --npz LAYER.npz ...   (whole real layers too, of inputs/make_fixtures.py --whole)
+    python benchmarks/layers/alps.py --device cpu --small  (a check that the script runs)
 
 Seconds are those of the second run, device synchronised. `differs` is the share of mask entries that are not the reference's,
 `excess` the loss at the optimal weights for the new mask over that for the reference's, minus 1. The reference is also run on H
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the package and the benchmarks of this checkout
 
 import qprecon
 from benchmarks.inputs.problems import Real, Synthetic, from_fixture
@@ -33,7 +33,7 @@ from qprecon.llm.masks import LayerData, alps, get_selector
 from qprecon.llm.masks.patterns import Pattern, lowest_of_m
 from qprecon.llm.masks.sweep import prepared_hessian
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "alps_gpu.json"
 REAL = ROOT / "tests" / "fixtures" / "real"
 DAMPING = 0.01

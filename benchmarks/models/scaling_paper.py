@@ -1,6 +1,6 @@
 """What a run takes on paper, by shape and number of ranks: flops, bytes, seconds and memory of a block and of the whole model.
 
-    python benchmarks/scaling_paper.py            (rewrites benchmarks/results/scaling_paper.json)
+    python benchmarks/models/scaling_paper.py            (rewrites benchmarks/results/scaling_paper.json)
 
 Flops and bytes are counted. Seconds scale each phase of a measured run on one H100 (llama-3.1-8b in results/end_to_end_h100.json)
 by the flops of its kind; what a group of layers costs is estimated as the dealing of columns does (qprecon/llm/ranks/dealing.py),
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qprecon.llm.ranks.dealing import dealt, seconds_of_column, seconds_once
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WINDOWS, SEQLEN = 128, 2048
 TOKENS = WINDOWS * SEQLEN
 BUS = 329e9  # bytes a second: bus bandwidth of an all-reduce of 1 GiB between two H100s of one host through NCCL, as measured there

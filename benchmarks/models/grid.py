@@ -1,6 +1,6 @@
 """Low-bit weights: perplexities of models pruned, rounded, or both, by this package and by published methods.
 
-    python benchmarks/grid.py --model FOLDER --data FOLDER --device cuda --group 64 [--cases fast best joint rank] [--budget 1500]
+    python benchmarks/models/grid.py --model FOLDER --data FOLDER --device cuda --group 64 [--cases fast best joint rank]
 
 Cases are groups (see inputs/grid_cases.py) or written out: "50%:int4:gptq:fast", "2:4:int4:ours:best:rank64@c4". Rows go to
 benchmarks/results/grid_<model>.json; a row that is there is not run again. --group is the number of inputs that share a scale at
@@ -22,11 +22,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen
-from benchmarks.paper import Results
-from benchmarks.quality import EVALUATION, NAMES, Bench, _wait, card, result
+from benchmarks.models.paper import Results
+from benchmarks.models.quality import EVALUATION, NAMES, Bench, _wait, card, result
 from qprecon.grids import find_grid
 from qprecon.llm import prune_model
 from qprecon.llm.lowbit.adapter import remove_adapters
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-windows", type=int, help="only the first windows of each evaluation text")
     parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
     parser.add_argument("--cache", type=Path, help="a folder for tokenised texts")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder of the JSON")
     return parser.parse_args(arguments)
 
 

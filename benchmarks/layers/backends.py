@@ -1,8 +1,8 @@
 """All backends on named problems at named settings, certified by the same audit.
 
-    python benchmarks/backends.py --device cpu|cuda     measure what the results file lacks
-    python benchmarks/backends.py --report              table and figure from the results (needs matplotlib)
-    python benchmarks/backends.py --check-auto          fail where "auto" is slower than 1.5 times the fastest certified backend
+    python benchmarks/layers/backends.py --device cpu|cuda     measure what the results file lacks
+    python benchmarks/layers/backends.py --report              table and figure from the results (needs matplotlib)
+    python benchmarks/layers/backends.py --check-auto          fail where "auto" takes 1.5 times as long as the fastest certified
 
 Resumable: a case that results/backends_<cpu|gpu>.json has is not run again. Seconds are medians of warm runs, the backends of one
 problem and setting taking turns, compilation apart (the first run's). A case that the time limit stops is recorded as such, and
@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the package and the benchmarks of this checkout
 
 import qprecon
 from benchmarks.inputs.problems import Synthetic, from_file, from_fixture
 from qprecon import registry
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).parents[1]
 FILES = {"cpu": HERE / "results" / "backends_cpu.json", "cuda": HERE / "results" / "backends_gpu.json"}
 FIXTURES = HERE.parent / "tests" / "fixtures" / "real"
 DAMPING = 0.01

@@ -1,6 +1,6 @@
 """Prune a model in every way of the paper's tables and append the perplexities to benchmarks/results/paper_<model>.json.
 
-    python benchmarks/paper.py --model FOLDER --texts FOLDER --device cuda --budget 400 [--rows main]
+    python benchmarks/models/paper.py --model FOLDER --texts FOLDER --device cuda --budget 400 [--rows main]
 
 Rows that the file has are skipped, so a run that was cut off goes on where it stopped. The protocol: float32 weights and
 calibration; windows randperm(seed 0)[:n] of the non-overlapping windows of the calibration text; damping 0.01; masks from
@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 
 # The package of this checkout, installed or not; this file's own folder is there anyway.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.paper_rows import DAMPING, DENSE, LEARNED, SCORED, Row, chosen, reference
 from qprecon.llm import PruneReport, perplexity, prune_model
@@ -366,7 +366,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=2048, help="tokens a window, of calibration and evaluation (2048)")
     parser.add_argument("--eval-windows", type=int, help="only the first windows of the test text (all)")
     parser.add_argument("--batch-size", type=int, help="evaluation windows a forward pass (8 on a GPU, 1 on a CPU)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder of the JSON")
     return parser.parse_args(arguments)
 
 

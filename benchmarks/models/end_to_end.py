@@ -1,7 +1,7 @@
 """Prune whole models from disk to disk and say where the time goes: 50 % Wanda masks, optimal weights, every column certified.
 
-    python benchmarks/end_to_end.py --model llama-3.1-8b --workdir /tmp/models
-    python benchmarks/end_to_end.py --model PATH --text calibration.txt
+    python benchmarks/models/end_to_end.py --model llama-3.1-8b --workdir /tmp/models
+    python benchmarks/models/end_to_end.py --model PATH --text calibration.txt
 
 A named shape gets random weights (see inputs/random_models.py); a path is a real model. Phases are timed by the pipeline, which
 waits for the device at their ends only; the share of Gram products in a pass is taken with CUDA events, which wait for nothing.
@@ -24,10 +24,10 @@ import torch
 import transformers
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.end_to_end_probe import Probe, floor, measured_rates
 from benchmarks.inputs.random_models import SHAPES, write_random_model
+from benchmarks.models.end_to_end_probe import Probe, floor, measured_rates
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.model.loading import choose_device

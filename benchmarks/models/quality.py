@@ -1,6 +1,6 @@
 """What each ingredient of quality gains, alone and on top of the others: perplexities of pruned models, also after recovery.
 
-    python benchmarks/quality.py --model FOLDER --data FOLDER --device cuda [--cases ladder] [--recover] [--seeds 0,1]
+    python benchmarks/models/quality.py --model FOLDER --data FOLDER --device cuda [--cases ladder] [--recover] [--seeds 0,1]
 
 Cases are groups (see inputs/quality_cases.py) or written out: "60%:alps+order+drift=0.25@c4", "2:4:balanced". Rows go to
 benchmarks/results/quality_<model>.json; a row that is there is not run again. The model is loaded once and its weights are put back
@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_cases import Case, chosen, ladder
-from benchmarks.paper import TEXTS, Results, figures, tf32, versions
+from benchmarks.models.paper import TEXTS, Results, figures, tf32, versions
 from qprecon.llm import perplexity, prune_model
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import cut_windows
@@ -251,7 +251,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-windows", type=int, help="only the first windows of each evaluation text")
     parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
     parser.add_argument("--cache", type=Path, help="a folder for tokenised texts")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder of the JSON")
     return parser.parse_args(arguments)
 
 

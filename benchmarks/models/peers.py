@@ -1,7 +1,7 @@
 """A peer on the same windows: llm-compressor's SparseGPT, Wanda and GPTQ, perplexities and seconds beside ours.
 
     pip install llmcompressor scipy threadpoolctl rich lm-eval     (an environment of its own: it wants versions of other packages)
-    python benchmarks/peers.py --model FOLDER --texts FOLDER [--device cuda] [--cases "sparsegpt 50%,wanda 2:4"]
+    python benchmarks/models/peers.py --model FOLDER --texts FOLDER [--device cuda] [--cases "sparsegpt 50%,wanda 2:4"]
 
 The protocol is that of `paper.py`: float32 weights, windows randperm(seed 0)[:n] of the non-overlapping windows of the calibration
 text, every linear layer of every block, perplexity on the whole WikiText-2 test. llm-compressor gets these windows one by one.
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.paper import TEST_TEXT, TEXTS
+from benchmarks.models.paper import TEST_TEXT, TEXTS
 from qprecon.llm import perplexity
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.texts import load_texts
@@ -33,7 +33,7 @@ from qprecon.llm.calibration.windows import cut_windows
 from qprecon.llm.model.loading import load_causal_lm
 
 CASES = ("sparsegpt 50%", "wanda 50%", "sparsegpt 2:4", "wanda 2:4", "sparsegpt 60%")
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Large layers on one GPU: qprecon's solver beside SparseGPT's and Thanos's own updates, rAPDHG, ADMM and batched Cholesky.
 
-    python benchmarks/solver.py                      (one GPU, about two minutes)
-    python benchmarks/solver.py --npz LAYER.npz ...  (real layers too, of make_fixtures.py --whole)
-    python benchmarks/solver.py --device cpu --small (a check that the script runs)
-    python benchmarks/solver.py --device cpu --arrays numpy --repeated  (five solves with one H, without a GPU)
+    python benchmarks/layers/solver.py                      (one GPU, about two minutes)
+    python benchmarks/layers/solver.py --npz LAYER.npz ...  (real layers too, of make_fixtures.py --whole)
+    python benchmarks/layers/solver.py --device cpu --small (a check that the script runs)
+    python benchmarks/layers/solver.py --device cpu --arrays numpy --repeated  (five solves with one H, without a GPU)
 
 Times are medians of warm runs, certification included, device synchronised. Methods that would take minutes are timed on some
 columns and extrapolated to all of them (``columns_timed``). Gaps are the largest of all columns timed, relative to the optimum:
@@ -30,14 +30,14 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the package and the benchmarks of this checkout
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the package and the benchmarks of this checkout
 
 import qprecon
 from benchmarks.inputs.problems import LARGE, REPEATED, Real, Synthetic, extreme_eigenvalues, wanda_mask
 from qprecon.llm.masks import SELECTORS, LayerData
 from qprecon.llm.masks.patterns import Pattern
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "solver_h100.json"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "solver_h100.json"
 DAMPING, TOL = 0.01, 1e-4
 SMALL = (Synthetic("256x128 easy 50%", 256, 128, 1.0, 0.5), Synthetic("256x160 easy 50%", 256, 160, 1.0, 0.5))
 SMALL_REPEATED = (Synthetic("256x32 easy 50%", 256, 32, 1.0, 0.5),)

@@ -1,6 +1,6 @@
 """What rounding costs real layers: f of what is stored over that of the best real-valued weights, by grid and method, and the gap.
 
-    python benchmarks/rounding.py      (a minute on a CPU; rewrites benchmarks/results/rounding.json)
+    python benchmarks/layers/rounding.py      (a minute on a CPU; rewrites benchmarks/results/rounding.json)
 
 The layers are those of tests/fixtures/real (24 columns each), 50 % sparse by Wanda's mask, damping 0.01, in float64.
 """
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qprecon
 from qprecon.grids import Grid, find_grid
 from qprecon.on_grid import METHODS
 from tests.contract.families import real_layer, real_layers
 
-RESULTS = Path(__file__).parent / "results" / "rounding.json"
+RESULTS = Path(__file__).parents[1] / "results" / "rounding.json"
 
 
 def grids() -> dict[str, Grid]:
