@@ -1,6 +1,7 @@
 """What the package says where torch or transformers is missing, and which room of it may import which."""
 
 import ast
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -54,3 +55,14 @@ def test_a_room_imports_none_that_builds_on_it(room):
 
 def test_every_room_is_known():
     assert {path.name for path in LLM.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(ROOMS)
+
+
+def test_there_are_no_circles():
+    """Nor any for type checkers only: whoever reads a module needs to know those that it names."""
+    modules = {f"qprecon.llm.{'.'.join(path.relative_to(LLM).with_suffix('').parts)}": path for path in LLM.rglob("*.py")}
+    graph = {}
+    for module, path in modules.items():
+        found = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+        named = {name for node in found for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))}
+        graph[module] = (named & set(modules)) - {module}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle

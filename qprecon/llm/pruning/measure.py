@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from qprecon.grids import Fitted
     from qprecon.llm.lowbit.rounding import Stored
     from qprecon.llm.pruning.method import Method
-    from qprecon.llm.pruning.plan import LayerPlan
-    from qprecon.llm.pruning.update import Part
+    from qprecon.llm.pruning.plan import LayerPlan, Part
 
 _PANEL = 8192  # columns whose products exist at a time
 

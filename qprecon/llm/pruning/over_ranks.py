@@ -15,8 +15,8 @@ import qprecon
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.measure import Draft
 from qprecon.llm.pruning.method import Method
-from qprecon.llm.pruning.plan import LayerPlan
-from qprecon.llm.pruning.update import Part, is_known, prune_group, prune_parts
+from qprecon.llm.pruning.plan import LayerPlan, Part
+from qprecon.llm.pruning.update import is_known, prune_group, prune_parts
 from qprecon.llm.ranks.dealing import dealt
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.block_grams import BlockGrams

@@ -29,6 +29,35 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A layer, or some of its columns."""
+
+    layer: LayerPlan
+    columns: slice
+
+    @staticmethod
+    def whole(layer: LayerPlan) -> Part:
+        return Part(layer, slice(0, layer.view.n_outputs))
+
+    @property
+    def view(self) -> LinearView:
+        return self.layer.view
+
+    @property
+    def width(self) -> int:
+        return self.columns.stop - self.columns.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.width == self.view.n_outputs
+
+    @property
+    def taken(self) -> slice:
+        """The columns, as a slice that says whether they are all."""
+        return slice(None) if self.is_whole else self.columns
+
+
+@dataclass(frozen=True)
 class Plan:
     """Blocks in order, the layers to prune in each, and what was left out: (name, reason)."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,43 +18,11 @@ from qprecon.llm.lowbit.adapter import Adapter, Attempt, alternated, attach
 from qprecon.llm.lowbit.rounding import on_their_grid
 from qprecon.llm.masks import LayerData, Selection, get_selector
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.model.linears import LinearView
 from qprecon.llm.pruning.measure import Draft, Seconds, draft_rows
 from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.plan import LayerPlan, Part
 from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.target import asked_weights
-
-if TYPE_CHECKING:
-    from qprecon.llm.pruning.plan import LayerPlan
-
-
-@dataclass(frozen=True)
-class Part:
-    """A layer, or some of its columns."""
-
-    layer: LayerPlan
-    columns: slice
-
-    @staticmethod
-    def whole(layer: LayerPlan) -> Part:
-        return Part(layer, slice(0, layer.view.n_outputs))
-
-    @property
-    def view(self) -> LinearView:
-        return self.layer.view
-
-    @property
-    def width(self) -> int:
-        return self.columns.stop - self.columns.start
-
-    @property
-    def is_whole(self) -> bool:
-        return self.width == self.view.n_outputs
-
-    @property
-    def taken(self) -> slice:
-        """The columns, as a slice that says whether they are all."""
-        return slice(None) if self.is_whole else self.columns
 
 
 def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPlan]]:
