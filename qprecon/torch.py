@@ -53,9 +53,12 @@ def solve(
         derivative is that of the free weight.
 
     Raises:
-        ValueError: and the errors of ``qprecon.solve``. In the backward pass a RuntimeWarning says where gradients are not
-            certified.
+        ValueError: and the errors of ``qprecon.solve``. TypeError: H, W or a mask is no tensor. In the backward
+            pass a RuntimeWarning says where gradients are not certified.
     """
+    for name, x in (("H", H), ("W", W), ("mask", mask)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}; for other arrays there is qprecon.solve")
     solutions: list[Solution] = []
     H = H.to(W.device)
     others = [None if x is None else _broadcast(x, W, name) for x, name in ((rhs, "rhs"), (lower, "lower"), (upper, "upper"))]

@@ -6,13 +6,17 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)$", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line with the nearest word that is known, and where all of them are listed."""
+    """Errors are one line with the nearest word that is known, and where all of them are listed. Flags are written out: the
+    beginning of one may be what another was meant to be."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
         """Say it and end the process with 2."""

@@ -64,8 +64,13 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
     import json
+    import sys
+    from pathlib import Path
 
     from qprecon.llm.evaluation.assessment import evaluate
+
+    if (adapter := Path(arguments.model).expanduser() / "adapter" / "adapter_config.json").is_file():
+        print(f"note: {adapter.parent} is not loaded: measured are the weights without their low-rank part", file=sys.stderr)
 
     results = evaluate(
         arguments.model,

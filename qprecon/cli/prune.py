@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qprecon.llm.storage.output import partial_folder
 
     flags = given(arguments)
-    if arguments.quiet and "progress" in flags:
+    if arguments.quiet and flags.get("progress", "quiet") != "quiet":
         raise ValueError("--quiet and --progress say two things: give one of them")
     words = command_words(arguments.recipe, flags)
     named = {"calibration": named_calibration(words["calibration"])}  # read once the model is known to be one

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qprecon.llm.storage.output import partial_folder
 
     flags = given(arguments, (RecoveryRun, Recovery), ())
-    if arguments.quiet and "progress" in flags:
+    if arguments.quiet and flags.get("progress", "quiet") != "quiet":
         raise ValueError("--quiet and --progress say two things: give one of them")
     if arguments.quiet:
         flags["progress"] = "quiet"

@@ -75,8 +75,7 @@ def _lead(run: Run) -> str:
     reached = "" if pattern == "given" else f" to {pattern}"
     return (
         f"were pruned{reached} with {s.mask} masks; {update}. Calibration: {s.nsamples} windows of {s.seqlen} tokens, "
-        f"seed {s.seed}, damping {s.damping}. The weights are stored dense: these zeros make the file no smaller and, "
-        "without kernels made for them, the model no faster."
+        f"seed {s.seed}, damping {s.damping}. {run.report.stored_as()}"
     )
 
 

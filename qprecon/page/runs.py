@@ -10,7 +10,7 @@ from typing import Any
 
 from qprecon.files import YAML, read_text
 from qprecon.llm.reporting.reading import read_json, validated
-from qprecon.llm.reporting.report import REPORT_NAME, LayerRow, PruneReport
+from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, LayerRow, PruneReport
 
 # The names under which qprecon.llm writes them; a test holds the two together.
 EVALUATION_NAME = "qprecon_eval.json"
@@ -127,7 +127,9 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 def _read(folder: Path, name: str) -> Run:
     path = folder / REPORT_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {REPORT_NAME}, so qprecon did not write it")
+        recovered = (folder / RECOVERY_NAME).is_file()
+        why = "it holds a recovered model, and pages are about pruning runs" if recovered else "`qprecon prune` did not write it"
+        raise FileNotFoundError(f"{folder} holds no {REPORT_NAME}: {why}")
     report = PruneReport.load(path)
     if not report.layers:
         raise ValueError(f"{path}: layers is empty")

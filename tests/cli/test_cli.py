@@ -1,6 +1,7 @@
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -139,6 +140,23 @@ def test_masks_of_a_checkpoint_and_attention_left_alone(folder, tmp_path, capsys
         assert (a.self_attn.q_proj.weight != 0).all() and torch.equal(a.self_attn.q_proj.weight, b.self_attn.q_proj.weight)
 
 
+def test_quiet_is_said_twice_without_harm(folder, tmp_path, capsys):
+    model, text = str(folder / "model"), str(folder / "calib.txt")
+    words = ["--calib", text, "--nsamples", "2", "--seqlen", "32", "--device", "cpu", "--quiet", "--progress", "quiet"]
+    assert cli.main(["prune", model, str(tmp_path / "out"), "--update", "none", *words]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_eval_says_that_it_leaves_an_adapter_out(folder, tmp_path, capsys):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    text = str(folder / "calib.txt")
+    command = ["eval", str(tmp_path / "model"), "--text", text, "--seqlen", "32", "--max-windows", "1", "--quiet"]
+    assert cli.main(command) == 0 and "adapter" not in capsys.readouterr().err
+    (tmp_path / "model" / "adapter").mkdir()
+    (tmp_path / "model" / "adapter" / "adapter_config.json").write_text("{}")
+    assert cli.main(command) == 0 and f"{tmp_path / 'model' / 'adapter'} is not loaded" in capsys.readouterr().err
+
+
 def test_eval_prints_window_policy_and_text(folder, capsys):
     line = ["eval", str(folder / "model"), "--text", str(folder / "calib.txt"), "--seqlen", "64", "--max-windows", "2"]
     assert cli.main([*line, "--bos", "each", "--quiet", "--autocast", "bfloat16"]) == 0
@@ -158,6 +176,8 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--mask-file", "masks.npz"], "masks.npz"),
         (["--progress", "json", "--quiet"], "--quiet and --progress"),
         (["--nsamples", "0"], "nsamples must be at least 1"),
+        (["--sparsity", "nan"], "sparsity must be a number, got nan"),
+        (["--damping", "nan"], "damping must be a number, got nan"),
         (["--targets", "lm_head"], "lm_head, which is not pruned"),
         (["--seqlen", "2048", "--calib", "no/such/file"], "the model has 128 positions: use seqlen=128"),
         (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
@@ -196,6 +216,8 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, tmp_path, capsys, options
         ("--sparsty 0.5", ("--sparsty", "did you mean --sparsity?")),
         ("--mask-opton=a=1", ("--mask-opton", "did you mean --mask-option?")),
         ("--wibble", ("unknown flag --wibble",)),
+        ("--out elsewhere", ("unknown flag --out",)),
+        ("--mask-opt a=1", ("--mask-opt", "did you mean --mask-option?")),
         ("extra", ("'extra' is one argument too many",)),
         ("--update optmal", ("--update", "'optmal'", "did you mean optimal?")),
     ],

@@ -106,8 +106,14 @@ def test_warnings_are_shown(folders, tmp_path):
     (tmp_path / output.REPORT_NAME).write_text(json.dumps(report))
     shown = " ".join(Checker(write_page([tmp_path]).read_text()).text)
     parts = ("1 experts got no token", "3 columns kept their start", "2 of", "without any certificate", "magnitude mask")
-    for part in (*parts, "unbounded"):
+    for part in (*parts, "unbounded", "stored dense"):
         assert part in shown
+    report["settings"] |= {"quantize": "int4"}
+    for row in report["layers"]:
+        row["bits"] = 4.25
+    (tmp_path / output.REPORT_NAME).write_text(json.dumps(report))
+    shown = " ".join(Checker(write_page([tmp_path]).read_text()).text)
+    assert "int4 in compressed-tensors files, 4.25 bits" in shown and "stored dense" not in shown
 
 
 def leaves(data, path=()):
@@ -176,6 +182,8 @@ def test_several_runs_are_compared(folders, tmp_path, capsys):
 def test_folders_that_are_no_runs_are_named(folders, tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no qprecon_report.json" in capsys.readouterr().err
+    (tmp_path / "qprecon_recovery.json").write_text("{}")
+    assert cli.main(["report", str(tmp_path)]) == 2 and "holds a recovered model" in capsys.readouterr().err
     for text, culprit in (("no", "not JSON"), ('{"format": 7}', "another format")):
         (tmp_path / output.REPORT_NAME).write_text(text)
         with pytest.raises(ValueError, match=culprit):

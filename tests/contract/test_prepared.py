@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon import certificate as certificate_module
+from qprecon import factor as factor_module
 from qprecon import registry
 from qprecon import shared as shared_module
 from qprecon import verdict as verdict_module
@@ -33,7 +33,7 @@ RHS = X.T @ TARGET
 def count(monkeypatch):
     """How many Cholesky factorisations certificates made, and how often each backend was set up."""
     seen = {"cholesky": 0, "prepare": []}
-    real_cholesky, real_load = certificate_module.cholesky, registry.load
+    real_cholesky, real_load = factor_module.cholesky, registry.load
 
     def cholesky(a_NN):
         seen["cholesky"] += 1
@@ -48,7 +48,7 @@ def count(monkeypatch):
 
         return dataclasses.replace(loaded, prepare=prepare)
 
-    monkeypatch.setattr(certificate_module, "cholesky", cholesky)
+    monkeypatch.setattr(factor_module, "cholesky", cholesky)
     monkeypatch.setattr(registry, "load", load)
     return seen
 

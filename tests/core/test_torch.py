@@ -167,3 +167,8 @@ def test_what_is_refused_is_named(change, named):
     h, w, mask, *_ = problem()
     with pytest.raises(ValueError, match=named):
         qprecon.torch.solve(**({"H": h, "W": w, "mask": mask} | change))
+
+
+def test_other_arrays_are_named():
+    with pytest.raises(TypeError, match="W must be a torch tensor, got ndarray"):
+        qprecon.torch.solve(torch.eye(3), np.ones((3, 2)), torch.ones(3, 2))

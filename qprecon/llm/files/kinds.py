@@ -16,8 +16,8 @@ from qprecon.errors import BadFileError
 from qprecon.files import read_json
 
 _IN_MEMORY = "load it yourself and hand the model and its tokenizer, in memory, to prune_model(model, …, tokenizer=…)"
-_FLOATS = re.compile(r"(F8|F6|F4|float8|float6|float4)", re.IGNORECASE)
-_INTEGERS = re.compile(r"(I8|U8|I4|U4|u?int8|u?int4|qint|quint)", re.IGNORECASE)
+_FLOATS = re.compile(r"(F|float)[468](?!\d)", re.IGNORECASE)
+_INTEGERS = re.compile(r"([IU]|u?int)[48](?!\d)|qint|quint", re.IGNORECASE)
 # The last component of names that quantisers give to what belongs to codes.
 _SCALES = re.compile(
     r"(.*_)?(scales?(_inv|_2)?|zero_points?|qzeros|absmax|quant_map|SCB|weight_shape|g_idx|nested_absmax)"

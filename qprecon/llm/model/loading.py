@@ -151,7 +151,11 @@ def model_folder(model: str | Path) -> Path:
 
     A copy that is complete needs no network, and without one nothing is waited for.
     """
+    if not str(model):
+        raise ValueError("the model's name is empty: give a folder or a hub name")
     path = Path(model).expanduser()
+    if path.is_file():
+        raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name")
     if path.is_dir():
         if (path / "config.json").is_file():
             return path

@@ -52,18 +52,25 @@ def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
         notes.append("no weight was pruned" + (": the given masks keep all" if given else ""))
     if emptied := [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]:
         notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
-    fuller = [row.name for row in rows if row.reached_sparsity > row.requested_sparsity + 1e-9]
+    # Low bits make zeros of small weights, which were kept.
+    fuller = [row.name for row in rows if row.bits is None and row.reached_sparsity > row.requested_sparsity + 1e-9]
     if fuller and not given:
         notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
     if idle := [row.name for row in rows if row.tokens == 0]:
         notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
+    if silent := [row.name for row in rows if row.tokens and row.zeros and row.error_masked == 0]:
+        notes.append(
+            f"in {len(silent)} layers the mask costs nothing at all, first {silent[0]}: the inputs of what it prunes are zero for "
+            "every calibration token, or those weights were"
+        )
     notes += _too_few_tokens(rows)
     return notes
 
 
 def _too_few_tokens(rows: Sequence[LayerRow]) -> list[str]:
     """Where a layer's outputs can be met exactly, whatever its mask: H has no higher rank than it has tokens."""
-    kept = {row.name: row.n_inputs - round(row.reached_sparsity * row.n_inputs) for row in rows}
+    share = {row.name: row.requested_sparsity if row.bits is not None else row.reached_sparsity for row in rows}
+    kept = {row.name: row.n_inputs - round(share[row.name] * row.n_inputs) for row in rows}
     few = [row for row in rows if 0 < row.tokens < kept[row.name]]
     if not few:
         return []

@@ -154,14 +154,30 @@ class PruneReport:
             late = sum(row.uncertified or 0 for row in self.layers)
             lines.append(
                 f"largest certified relative gap {self.largest_gap:.2e}; {late} of {columns} columns above the tolerance, "
-                f"{self.fallbacks} kept their start"
+                f"{self.fallbacks} kept the weights that they started from"
             )
         if gaps := [row.stored_gap for row in self.layers if row.stored_gap is not None and math.isfinite(row.stored_gap)]:
             most, mean = max(gaps), math.fsum(gaps) / len(gaps)
-            lines.append(f"stored weights above the best real-valued ones: {mean:.2g} at most, on average; {most:.2g} in one layer")
+            lines.append(
+                f"as stored, the error is at most {mean:.2%} above that of the best real-valued weights, on average over layers; "
+                f"{most:.2%} in the worst layer"
+            )
         lines.append(", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
         lines += [f"note: {warning}" for warning in self.warnings]
         return "\n".join(lines)
+
+    def stored_as(self) -> str:
+        """What the file holds, and what that is good for, in words."""
+        bits = [row.bits for row in self.layers if row.bits is not None]
+        if not bits:
+            return (
+                "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
+                "no faster."
+            )
+        return (
+            f"The weights of the pruned layers are stored as {self.settings['quantize']} in compressed-tensors files, "
+            f"{min(bits):.4g} bits each with their scales; the zeros among them make the file no smaller."
+        )
 
     def __str__(self) -> str:
         return self.summary()

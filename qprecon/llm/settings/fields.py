@@ -78,6 +78,8 @@ def check_options(values: Any, kind: type, what: str = "recipe") -> None:
             check_choice(each.name, value, known.choices)
         if known.words and isinstance(value, str) and value not in known.words:
             raise ValueError(f"{each.name} must be a number or {' or '.join(known.words)}, got {value!r}")
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{each.name} must be a number, got nan")
         if isinstance(value, int | float) and not value >= known.least:
             raise ValueError(f"{each.name} must be at least {known.least:g}, got {value!r}")
 

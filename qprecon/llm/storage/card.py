@@ -36,21 +36,20 @@ def model_card(report: PruneReport) -> str:
         f"{gap}"
         f"- Mean relative reconstruction error of a layer: {report.mean_error('error_masked'):.4g} with the mask alone, "
         f"{report.mean_error('error_stored'):.4g} as stored\n\n"
-        f"{_stored(report)} Pruning costs quality; measure it on your own task before use.\n\n"
+        f"{report.stored_as()} Pruning costs quality; measure it on your own task before use.\n\n"
+        f"{_adapter(settings.get('adapter_rank', 0))}"
         f"Each layer's figures are in `{REPORT_NAME}`.\n"
     )
 
 
-def _stored(report: PruneReport) -> str:
-    """What the file holds, and what that is good for."""
-    bits = [row.bits for row in report.layers if row.bits is not None]
-    if not bits:
-        return (
-            "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
-            "no faster."
-        )
-    grid = report.settings["quantize"]
+def _adapter(rank: int) -> str:
+    """How to load what lies beside the weights."""
+    if not rank:
+        return ""
     return (
-        f"The weights of the pruned layers are stored as {grid} in compressed-tensors files, {min(bits):.4g} bits each with their "
-        "scales; the zeros among them make the file no smaller."
+        f"The folder `adapter` holds a low-rank part of rank {rank} that belongs to these weights; the errors above are those of "
+        "both together. Weights that are loaded without it are worse. With PEFT:\n\n"
+        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")\n'
+        'model = PeftModel.from_pretrained(model, "FOLDER/adapter")\n```\n\n'
     )

@@ -58,10 +58,14 @@ def test_without_an_answer_names_are_refused_soon(hub, monkeypatch):
 def test_paths_ask_nobody(hub, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *a, **k: pytest.fail("the hub was asked"))
     (tmp_path / "file").write_text("no folder")
-    for name in ("a/b/c", "models/x.safetensors", "./x", "x/", str(tmp_path / "file")):
-        for load in (load_causal_lm, model_folder):
+    for load in (load_causal_lm, model_folder):
+        for name in ("a/b/c", "models/x.safetensors", "./x", "x/"):
             with pytest.raises(FileNotFoundError, match="no such model folder"):
                 load(name)
+        with pytest.raises(FileNotFoundError, match=f"{tmp_path / 'file'} is a file"):
+            load(tmp_path / "file")
+        with pytest.raises(ValueError, match="name is empty"):
+            load("")
     for name in ("a/b/c", "texts.parquet", "./x", "x/"):
         with pytest.raises(FileNotFoundError, match="no such text file"):
             load_texts(name)

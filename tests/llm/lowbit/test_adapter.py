@@ -98,6 +98,15 @@ def test_peft_loads_it_on_top_of_the_pruned_model(streamed, quantize, tmp_path):
     assert (plain.float() - logits(own).float()).abs().max() > 2 * away
 
 
+def test_the_card_says_how_to_load_it(tmp_path):
+    model = build("llama")
+    prune_model(model, tokens(4), out=tmp_path / "out", **SETTINGS)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'PeftModel.from_pretrained(model, "FOLDER/adapter")' in card and "rank 4" in card
+    prune_model(build("llama"), tokens(4), out=tmp_path / "plain", pattern="2:4", progress=False)
+    assert "adapter" not in (tmp_path / "plain" / "README.md").read_text()
+
+
 def test_an_interrupted_run_has_its_adapters_again(tmp_path, monkeypatch):
     from qprecon.llm.storage import sources
 

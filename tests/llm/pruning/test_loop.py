@@ -379,3 +379,18 @@ def test_a_report_prints_its_summary():
     report = prune_model(build("llama"), tokens(4), progress=False)
     assert str(report) == report.summary() and "21 layers pruned to 50.00% zeros" in str(report)
     assert repr(report).startswith("PruneReport(21 layers, sparsity=0.5000, largest_gap=") and len(repr(report)) < 120
+
+
+def test_inputs_that_are_all_zero_are_said():
+    model = build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.zero_()
+    report = prune(model, tokens(4))
+    assert any("the mask costs nothing at all" in warning and "q_proj" in warning for warning in report.warnings)
+    assert not any("costs nothing" in warning for warning in prune(build("llama"), tokens(4)).warnings)
+
+
+def test_zeros_of_low_bits_are_not_taken_for_the_masks():
+    report = prune(build("llama"), tokens(6), quantize="int4", group_size=16)
+    assert any(row.reached_sparsity > row.requested_sparsity for row in report.layers)
+    assert not any("more zeros than were asked for" in warning for warning in report.warnings)

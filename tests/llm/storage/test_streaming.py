@@ -544,3 +544,10 @@ def test_weights_that_are_not_finite_are_named(where, tmp_path):
 def test_sparsity_and_pattern_say_one_thing():
     with pytest.raises(ValueError, match="sparsity 0.9 contradicts pattern .2:4."):
         prune_model(build("llama"), tokens(4), sparsity=0.9, pattern="2:4", progress=False)
+
+
+def test_float64_from_disk_to_disk_and_again(tmp_path):
+    folder = saved(tmp_path / "dense", dtype=torch.float64)
+    prune(folder, tmp_path / "out")
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.float64}
+    prune(tmp_path / "out", tmp_path / "again", pattern="2:4")
