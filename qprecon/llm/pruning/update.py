@@ -65,6 +65,7 @@ def prune_parts(
     else:
         found = attempt(asked_NK)
     new_NK, solution, stored = found
+    note = "; ".join(filter(None, (note, *(prepared.notices if solution is not None else ()))))
     if last:
         prepared.release()
     for part, columns in placed(parts):

@@ -394,3 +394,10 @@ def test_zeros_of_low_bits_are_not_taken_for_the_masks():
     report = prune(build("llama"), tokens(6), quantize="int4", group_size=16)
     assert any(row.reached_sparsity > row.requested_sparsity for row in report.layers)
     assert not any("more zeros than were asked for" in warning for warning in report.warnings)
+
+
+def test_an_h_that_only_damping_makes_semidefinite_is_noted_with_its_layers(monkeypatch):
+    assert not any(row.note for row in prune(build("llama"), tokens(4)).layers)
+    monkeypatch.setattr("qprecon.hessian.Hessian.is_gram", False)
+    report = prune(build("llama"), tokens(4))
+    assert all("H itself is not positive semidefinite" in row.note for row in report.layers)
