@@ -177,6 +177,8 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     import numpy as np
 
     check_file(path, NPZ)
+    if not zipfile.is_zipfile(path):  # numpy would take it for a pickle, and advise to trust it
+        raise BadFileError(f"{path} is no .npz file: those are zip archives of arrays, as numpy.savez writes them")
     with reading(path, NPZ, ValueError, KeyError, TypeError, SyntaxError, MemoryError):
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}

@@ -141,6 +141,13 @@ def test_an_html_page_is_text_only_where_its_name_says_so(tmp_path):
     assert read_text(tmp_path / "page.html") == HTML.decode()
 
 
+def test_what_is_no_archive_is_not_taken_for_a_pickle(tmp_path):
+    (tmp_path / "a.npz").write_bytes(b"some text, no arrays" * 50)
+    with pytest.raises(BadFileError, match=r"a\.npz") as caught:
+        read_npz(tmp_path / "a.npz")
+    assert "pickle" not in str(caught.value)
+
+
 def test_arrays_of_objects_are_not_unpickled(tmp_path):
     np.savez(tmp_path / "a.npz", H=np.array([Evil()], dtype=object))
     with pytest.raises(BadFileError, match=r"a\.npz.*pickle"):

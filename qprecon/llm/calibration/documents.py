@@ -114,6 +114,8 @@ def _text_of(path: Path, place: str, row: Any) -> str:
         return row
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return row["text"]
+    if isinstance(row, dict) and "text" in row:
+        raise BadFileError(f'{path}, {place}: "text" is no string but {row["text"]!r:.40}')
     has = f"; it has {', '.join(map(repr, list(row)[:8]))}" if isinstance(row, dict) else f", it is {row!r:.40}"
     raise BadFileError(f'{path}, {place}: no "text" string in the row{has}')
 

@@ -83,6 +83,8 @@ def _hub_texts(name: str, documents: int) -> list[str]:
     except ModuleNotFoundError as error:
         if error.name != "datasets":
             raise
+        if os.path.isdir(name):
+            raise IsADirectoryError(f"{name!r} is a folder: name the files of text in it, with a --calib for each") from error
         raise ModuleNotFoundError(
             f"{name!r} is no file here, and data sets need the `datasets` library (pip install 'qprecon[eval]'); or {instead}",
             name="datasets",

@@ -61,7 +61,9 @@ def test_text_that_only_begins_like_json_is_text(content, tmp_path):
 @pytest.mark.parametrize(("name", "content", "said"), [
     ("a.jsonl", LINES + '{"tex', r"line 4: not JSON"),
     ("a.jsonl", LINES + '{"content": "a"}', r"line 4: no \"text\" string.*'content'"),
-    ("a.json", '[{"text": "a"}, {"text": 3}]', r"row 2: no \"text\""), ("a.json", "[[1, 2]]", r"row 1: no \"text\".*\[1, 2\]"),
+    ("a.json", '[{"text": "a"}, {"text": 3}]', r"row 2: \"text\" is no string but 3"),
+    ("a.json", "[[1, 2]]", r"row 1: no \"text\".*\[1, 2\]"),
+    ("a.jsonl", LINES + '{"text": null}', r"line 4: \"text\" is no string but None"),
     ("a.json", '[{"text": "a"},\n', r"line 2: not JSON"), ("a.json", "3", r"line 1: no \"text\""), ("a.jsonl", "\n \n", "no rows"),
     ("a.jsonl", '{"messages": [{"role": "user"}]}', r"'messages'"),
     ("a.jsonl", '{"text": "a"}\n' + "[" * 100_000, "line 2: not JSON"),
