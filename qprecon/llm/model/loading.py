@@ -90,7 +90,9 @@ def load_whole(
         check_contents(files)  # which names the file, if it is one's contents
         check_index(files)
         raise
-    if missing := sorted(found["missing_keys"]):
+    # transformers 4 may leave weights on the meta device, and does not count them as missing.
+    empty = {name for name, parameter in loaded.named_parameters() if parameter.is_meta}
+    if missing := sorted({*found["missing_keys"], *empty}):
         check_index(files)
         raise ValueError(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
