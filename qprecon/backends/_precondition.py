@@ -66,7 +66,7 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     """
     xp, n = namespace(hessian_NN), hessian_NN.shape[0]
     undamped = lambda x_Nr: hessian_NN @ x_Nr - ridge * x_Nr  # noqa: E731
-    basis_Nr = _gaussian(n, min(n, rank + _OVERSAMPLING), hessian_NN)
+    basis_Nr = gaussian(n, min(n, rank + _OVERSAMPLING), hessian_NN)
     if not power_steps:
         basis_Nr = _orthonormal(basis_Nr)
     for _ in range(power_steps):
@@ -166,7 +166,7 @@ def _orthonormal(x_Nr: Array) -> Array:
     return basis_Nr.to(x_Nr.dtype)
 
 
-def _gaussian(n: int, width: int, near: Array) -> Array:
+def gaussian(n: int, width: int, near: Array) -> Array:
     """A fixed seed: the same call gives the same bits on the same device."""
     if kind_of(near) == "torch":
         torch = namespace(near)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import scipy.sparse as sparse
 
 from ..interface import Chunk, RawColumns
 
@@ -28,8 +30,28 @@ class Reduced:
     seconds: float | None
 
 
+CLARABEL_WORDS = {
+    "Solved": "solved",
+    "AlmostSolved": "solved inaccurately",
+    "MaxIterations": "iteration_limit",
+    "MaxTime": "time_limit",
+    "PrimalInfeasible": "primal infeasible",
+    "DualInfeasible": "dual infeasible",
+    "NumericalError": "numerical trouble",
+    "InsufficientProgress": "no more progress",
+}
+"""Clarabel's statuses as the core knows them; Moreau, which has its interior-point method, has the same."""
+
 Answer = tuple[np.ndarray | None, str, int]
 """x or None, a status word, iterations."""
+
+
+def bound_rows(given: Reduced, form: str) -> tuple[Any, np.ndarray]:
+    """The finite bounds as A x ≤ b: A in a format of scipy's ("csc", "csr"), rows x ≤ upper and −x ≤ −lower, and b."""
+    above, below = np.flatnonzero(np.isfinite(given.upper_I)), np.flatnonzero(np.isfinite(given.lower_I))
+    identity_II = sparse.identity(len(given.residual_I), format="csr")
+    rows = sparse.vstack([identity_II[above], -identity_II[below]], format=form)
+    return rows, np.concatenate([given.upper_I[above], -given.lower_I[below]])
 
 
 def solve_reduced(hessian_NN: np.ndarray, chunk: Chunk, solve: Callable[[Reduced], Answer]) -> RawColumns:

@@ -22,7 +22,7 @@ import numpy as np
 from ..interface import Chunk, RawColumns
 from ..interop import Array, cast, device_type, dtype_name, kind_of, namespace
 from ..linalg import add_to_diagonal, cholesky, identity, solve_lower
-from ._precondition import _gaussian
+from ._precondition import gaussian
 
 LARGEST_SHARE = 0.6
 """Of the kept inputs may be samples: α/s = 0.6 at s = 1/2 is a condition number of about 50 by the formula above."""
@@ -50,7 +50,7 @@ class SampleSpace:
         without its truncation. In float64: rounding in float32 would make directions up to 1e-6 of the largest.
         """
         n, rounding = hessian_NN.shape[0], float(np.finfo(dtype_name(hessian_NN)).eps * hessian_NN.diagonal().max())
-        test_Nr = cast(_gaussian(n, min(n, samples + _OVERSAMPLING), hessian_NN), "float64")
+        test_Nr = cast(gaussian(n, min(n, samples + _OVERSAMPLING), hessian_NN), "float64")
         image_Nr = cast(hessian_NN, "float64") @ test_Nr - ridge * test_Nr
         core_rr, square_rr = test_Nr.T @ image_Nr, test_Nr.T @ test_Nr
         for shift in (rounding * step for step in _SHIFTS):  # H is semidefinite but for its rounding

@@ -12,18 +12,7 @@ import numpy as np
 import scipy.sparse as sparse
 
 from ..interface import Chunk, RawColumns, SolveChunk, System
-from ._reduced import Answer, Reduced, solve_reduced
-
-_WORDS = {
-    "Solved": "solved",
-    "AlmostSolved": "solved inaccurately",
-    "MaxIterations": "iteration_limit",
-    "MaxTime": "time_limit",
-    "PrimalInfeasible": "primal infeasible",
-    "DualInfeasible": "dual infeasible",
-    "NumericalError": "numerical trouble",
-    "InsufficientProgress": "no more progress",
-}
+from ._reduced import CLARABEL_WORDS, Answer, Reduced, bound_rows, solve_reduced
 
 
 @dataclass(frozen=True)
@@ -48,12 +37,9 @@ def _solve(given: Reduced) -> Answer:
         settings.max_iter = given.max_iterations
     if given.seconds is not None:
         settings.time_limit = given.seconds
-    above, below = np.flatnonzero(np.isfinite(given.upper_I)), np.flatnonzero(np.isfinite(given.lower_I))
-    identity_II = sparse.identity(len(given.residual_I), format="csr")
-    rows = sparse.vstack([identity_II[above], -identity_II[below]], format="csc")  # x ≤ upper, −x ≤ −lower
-    sides = np.concatenate([given.upper_I[above], -given.lower_I[below]])
+    rows, sides = bound_rows(given, "csc")
     cones = [clarabel.NonnegativeConeT(len(sides))] if len(sides) else []
     quadratic = sparse.csc_matrix(np.triu(given.hessian_II))
     found = clarabel.DefaultSolver(quadratic, -given.residual_I, rows, sides, cones, settings).solve()
     word = str(found.status)
-    return np.array(found.x), _WORDS.get(word, word), int(found.iterations)
+    return np.array(found.x), CLARABEL_WORDS.get(word, word), int(found.iterations)

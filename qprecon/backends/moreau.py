@@ -13,18 +13,7 @@ import numpy as np
 import scipy.sparse as sparse
 
 from ..interface import Chunk, RawColumns, SolveChunk, System
-from ._reduced import Answer, Reduced, solve_reduced
-
-_WORDS = {
-    "Solved": "solved",
-    "AlmostSolved": "solved inaccurately",
-    "MaxIterations": "iteration_limit",
-    "MaxTime": "time_limit",
-    "PrimalInfeasible": "primal infeasible",
-    "DualInfeasible": "dual infeasible",
-    "NumericalError": "numerical trouble",
-    "InsufficientProgress": "no more progress",
-}
+from ._reduced import CLARABEL_WORDS, Answer, Reduced, bound_rows, solve_reduced
 
 
 @dataclass(frozen=True)
@@ -52,10 +41,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
 
 
 def _solve(given: Reduced, method: str) -> Answer:
-    above, below = np.flatnonzero(np.isfinite(given.upper_I)), np.flatnonzero(np.isfinite(given.lower_I))
-    identity_II = sparse.identity(len(given.residual_I), format="csr")
-    rows = sparse.vstack([identity_II[above], -identity_II[below]], format="csr")  # x ≤ upper, −x ≤ −lower
-    sides = np.concatenate([given.upper_I[above], -given.lower_I[below]])
+    rows, sides = bound_rows(given, "csr")
     accuracy = moreau.IPMSettings(tol_gap_abs=given.accuracy, tol_gap_rel=given.accuracy, tol_feas=given.accuracy)
     settings = moreau.Settings(solver=method if len(sides) else "ipm", device="cpu", ipm_settings=accuracy)
     if given.max_iterations is not None:
@@ -66,4 +52,4 @@ def _solve(given: Reduced, method: str) -> Answer:
     solver = moreau.Solver(sparse.csr_array(given.hessian_II), -given.residual_I, rows, sides, cones=cones, settings=settings)
     found = solver.solve()
     word = solver.info.status.name
-    return np.array(found.x), _WORDS.get(word, word), int(solver.info.iterations)
+    return np.array(found.x), CLARABEL_WORDS.get(word, word), int(solver.info.iterations)

@@ -11,7 +11,7 @@ from typing import Any
 
 from qprecon.files import near
 from qprecon.llm.reporting.reading import read_json, validated
-from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME
+from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME, STORED_DENSE
 from qprecon.llm.storage.card import card_front
 
 
@@ -114,7 +114,6 @@ class RecoveryReport:
             "them were not trained on\n"
             f"- Perplexity on these: {self.perplexity_before:.3f} as pruned, {self.perplexity_stored:.3f} as stored, "
             f"{self.perplexity_dense:.3f} of the dense model\n\n"
-            "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
-            "no faster. Measure the quality on your own task before use.\n\n"
+            f"{STORED_DENSE} Measure the quality on your own task before use.\n\n"
             f"All losses are in `{RECOVERY_NAME}`.\n"
         )

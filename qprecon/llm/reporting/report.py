@@ -13,6 +13,9 @@ from typing import Any
 from qprecon.files import near
 from qprecon.llm.reporting.reading import read_json, validated
 
+STORED_DENSE = (
+    "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model no faster."
+)
 REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
 FORMAT = 1
 MUCH = 0.05  # of a model: what is left dense and is more is said first
@@ -170,10 +173,7 @@ class PruneReport:
         """What the file holds, and what that is good for, in words."""
         bits = [row.bits for row in self.layers if row.bits is not None]
         if not bits:
-            return (
-                "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model "
-                "no faster."
-            )
+            return STORED_DENSE
         return (
             f"The weights of the pruned layers are stored as {self.settings['quantize']} in compressed-tensors files, "
             f"{min(bits):.4g} bits each with their scales; the zeros among them make the file no smaller."
