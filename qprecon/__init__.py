@@ -8,6 +8,9 @@ touched, so that ``import qprecon`` loads neither torch nor jax.
 
 from typing import Any
 
+from .contract.registry import available_backends
+from .data.estimator import MaskedRidge, fit
+from .data.moments import Moments, gram
 from .errors import (
     BackendBrokenError,
     BackendNotInstalledError,
@@ -15,16 +18,13 @@ from .errors import (
     UnknownBackendError,
     UnsupportedError,
 )
-from .estimator import MaskedRidge, fit
-from .forms import BoxForm, ReducedForm, box_form, reduced_form
-from .moments import Moments, gram
-from .on_grid import Rounded
+from .grids.on_grid import Rounded
 from .prepared import PreparedHessian, prepare, solve
-from .problem import ColumnQP
-from .registry import available_backends
+from .problem.column_qp import ColumnQP
+from .problem.forms import BoxForm, ReducedForm, box_form, reduced_form
+from .proof.verdict import Audit
 from .solution import Provenance, Solution, Timing
 from .status import Status
-from .verdict import Audit
 
 __version__ = "0.1.0"
 

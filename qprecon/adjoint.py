@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from .interop import Array
+from .arrays.interop import Array
 from .prepared import PreparedHessian
 
 

@@ -21,9 +21,9 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("qprecon.jax needs jax: pip install 'qprecon[mpax]'", name=error.name) from error
 
-from . import registry
 from .adjoint import adjoint, cotangents
-from .interop import Array
+from .arrays.interop import Array
+from .contract import registry
 from .prepared import prepare
 
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .choice import checked_dtype
-from .grids import Grid
-from .hessian import Hessian, check_damping, floating
-from .interop import Array, Place, from_core, place_of
-from .linalg import exact_float32
-from .on_grid import Effort, Rounded, rounded
-from .problem import ColumnQP
-from .shared import Shared
+from .arrays.interop import Array, Place, from_core, place_of
+from .arrays.linalg import exact_float32
+from .engine.choice import checked_dtype
+from .engine.shared import Shared
+from .engine.solving import Request, run
+from .grids.formats import Grid
+from .grids.on_grid import Effort, Rounded, rounded
+from .problem.column_qp import ColumnQP
+from .problem.hessian import Hessian, check_damping, floating
+from .proof.verdict import Audit, audited
 from .solution import Solution
-from .solving import Request, run
-from .verdict import Audit, audited
 
 
 class PreparedHessian:
@@ -141,8 +141,8 @@ class PreparedHessian:
             start: (N, K) real-valued weights for it, 0 where pruned, or their ``Solution``, whose bounds are then used.
             grid: "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16" or "fp16", or a ``Grid`` with settings of its
                 own (``qprecon.grids.find_grid``).
-            method: "sweep", "descent" (no factorisation), "gptq", "gptq-order", "gptq-start" or "nearest": see ``qprecon.on_grid``.
-                The first two are never worse than "nearest", in any column.
+            method: "sweep", "descent" (no factorisation), "gptq", "gptq-order", "gptq-start" or "nearest": see
+                ``qprecon.grids.on_grid``. The first two are never worse than "nearest", in any column.
             **effort: sweeps=2 (passes of descent in a row), refits=2 (of the scales), repeats=1 (of "sweep", with its own scales).
 
         Returns:

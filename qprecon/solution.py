@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .audit import bounds_that_hold
+from .arrays.interop import Array, cast, dtype_name, from_core, namespace, to_core
 from .errors import NotOptimalError
-from .interop import Array, cast, dtype_name, from_core, namespace, to_core
-from .notices import fitted_to_rounding
-from .problem import ColumnQP
+from .problem.column_qp import ColumnQP
+from .proof.audit import bounds_that_hold
+from .proof.notices import fitted_to_rounding
 from .status import Status
 
 
@@ -63,7 +63,7 @@ class Solution:
         violation: (K,) largest distance from the bounds and the mask, in units of W.
         gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound, every rounding error counted. Inf where nothing can be certified.
         relative_gap: (K,) gap_bound / max(f − gap_bound, FLOOR · f_start); for an explicit rhs relative to f_start − f. See
-            ``qprecon.audit``.
+            ``qprecon.proof.audit``.
         fell_back: (K,) bool: the backend's answer was not finite or not surely better than the start, which is returned. An answer
             that float64 cannot tell from the start is replaced by it too, and not counted.
         tol: the relative gap that was asked for.
@@ -105,7 +105,7 @@ class Solution:
         ∇f(Ŵ) + y = 0 up to what the certificate allows, with OSQP's signs: y > 0 where an upper bound holds a weight back, y < 0
         where a lower one does, of either sign on pruned entries, 0 on free ones. So y is 2ρ on pruned entries and at bounds, with ρ
         the ``residual``: the rate at which f would fall if the constraint gave way. Where bounds hold is decided as for the
-        certificate (``qprecon.audit``), since a solver may leave a weight just short of its bound.
+        certificate (``qprecon.proof.audit``), since a solver may leave a weight just short of its bound.
         """
         problem, new_NK, rho_NK = self._rho()
         xp, zero_NK = namespace(rho_NK), 0.0 * rho_NK

@@ -13,10 +13,10 @@ import pytest
 
 import qprecon
 from qprecon import cli
+from qprecon.contract.registry import BUILT_IN
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS
 from qprecon.llm.settings.aliases import ALIASES
 from qprecon.llm.settings.recipe_file import load_recipe
-from qprecon.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -35,7 +35,7 @@ def test_it_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (0, "No issues found"), done.stderr  # a docstring's faults are printed only
     reference = (tmp_path / "site" / "api" / "index.html").read_text()
-    for name in ("qprecon.solve", "qprecon.llm.prune_model", "qprecon.interface.Capabilities"):
+    for name in ("qprecon.solve", "qprecon.llm.prune_model", "qprecon.contract.Capabilities"):
         assert f'id="{name}"' in reference
     assert not re.search(r'<(script|link)[^>]+(src|href)="https?://', reference.replace('rel="canonical"', ""))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qprecon import registry
+from qprecon.contract import registry
 
 ROOT = Path(__file__).parent.parent
 

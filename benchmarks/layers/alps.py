@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the pack
 
 import qprecon
 from benchmarks.inputs.problems import Real, Synthetic, from_fixture
-from qprecon import halves
+from qprecon.arrays import halves
 from qprecon.llm.masks import LayerData, alps, get_selector
 from qprecon.llm.masks.patterns import Pattern, lowest_of_m
 from qprecon.llm.masks.sweep import prepared_hessian

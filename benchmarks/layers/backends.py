@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the pack
 
 import qprecon
 from benchmarks.inputs.problems import Synthetic, from_file, from_fixture
-from qprecon import registry
+from qprecon.contract import registry
 
 HERE = pathlib.Path(__file__).parents[1]
 FILES = {"cpu": HERE / "results" / "backends_cpu.json", "cuda": HERE / "results" / "backends_gpu.json"}

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qprecon
 from qprecon.grids import Grid, find_grid
-from qprecon.on_grid import METHODS
+from qprecon.grids.on_grid import METHODS
 from tests.contract.families import real_layer, real_layers
 
 RESULTS = Path(__file__).parents[1] / "results" / "rounding.json"

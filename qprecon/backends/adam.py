@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
-from ..interop import Array, cast, dtype_name, namespace
-from ..linalg import power_of_two
+from ..arrays.interop import Array, cast, dtype_name, namespace
+from ..arrays.linalg import power_of_two
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 
 _EVERY = 10  # steps between two looks at the clock
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
-from ..interop import Array, cast, dtype_name, like, namespace, to_numpy
-from ..linalg import add_to_diagonal, cholesky, column_dots, identity, solve_lower
+from ..arrays.interop import Array, cast, dtype_name, like, namespace, to_numpy
+from ..arrays.linalg import add_to_diagonal, cholesky, column_dots, identity, solve_lower
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 
 _ITERATION_LIMIT = 5000
 _LARGEST_RHO = 1e12

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
-from ..interop import Array, cast, device_type, dtype_name, kind_of, namespace
+from ..arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 
 _GPU_BATCH_BYTES = 2e9
 

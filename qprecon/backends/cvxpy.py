@@ -15,7 +15,7 @@ from typing import Any
 import cvxpy as cp
 import numpy as np
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 
 _PREFERRED = ("CLARABEL", "PIQP", "PROXQP", "OSQP", "HIGHS", "SCS")
 # what each solver calls its accuracies, iteration limit and time limit (None: it has none)

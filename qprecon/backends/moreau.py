@@ -12,8 +12,8 @@ import moreau
 import numpy as np
 import scipy.sparse as sparse
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
-from ._reduced import CLARABEL_WORDS, Answer, Reduced, bound_rows, solve_reduced
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.reduced import CLARABEL_WORDS, Answer, Reduced, bound_rows, solve_reduced
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from mpax.utils import QuadraticProgrammingProblem, TerminationStatus
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
-from ._jax import bucket, compiled, precision, root_logger_kept, start_without_preallocation
-from ._rapdhg import WORDS, shared_problem, solve_columns
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.jax import bucket, compiled, precision, root_logger_kept, start_without_preallocation
+from ._shared.rapdhg import WORDS, shared_problem, solve_columns
 
 start_without_preallocation()
 

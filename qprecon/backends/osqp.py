@@ -20,7 +20,7 @@ import numpy as np
 import osqp
 import scipy.sparse as sparse
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 
 _ITERATION_LIMIT = 20_000
 _RHO = 0.1  # OSQP's first penalty, which it adapts

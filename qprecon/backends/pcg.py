@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
-from ..interop import Array, cast, device_type, like, namespace, to_numpy
-from ..linalg import column_dots, take_columns
-from . import _precondition as precondition
-from . import _samples as sample_space
-from ._factor import Factor, FactorInPieces
-from ._product import Full, chosen_precision, product
-from ._vectors import Scalars, vectors
+from ..arrays.interop import Array, cast, device_type, like, namespace, to_numpy
+from ..arrays.linalg import column_dots, take_columns
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._pcg import precondition as precondition
+from ._pcg import samples as sample_space
+from ._pcg.factor import Factor, FactorInPieces
+from ._pcg.product import Full, chosen_precision, product
+from ._pcg.vectors import Scalars, vectors
 
 _CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
@@ -36,7 +36,7 @@ class Options:
 
     Attributes:
         preconditioner: "dc" (low rank plus diagonal), "jacobi", or "auto": dc from 128 inputs on; in the space of the samples
-            (`_samples`) where H is known to have few of them.
+            (`_pcg/samples.py`) where H is known to have few of them.
         rank: r of dc; None chooses it from N and the device.
         power_steps: subspace iterations of its sketch.
         precision: "full", "bf16" (H = FFᵀ + E with E·P in bfloat16; float32 data on CUDA), or "auto".

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import piqp
 
-from ..interface import Chunk, RawColumns, SolveChunk, System
-from ._reduced import Answer, Reduced, solve_reduced
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.reduced import Answer, Reduced, solve_reduced
 
 _WORDS = {
     piqp.PIQP_SOLVED: "solved",

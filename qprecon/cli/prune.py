@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.files import one_line
 from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.run import Run
-from qprecon.memory import out_of_memory
 
 from ._flags import add_options, given
 from ._launch import is_silent, launched

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qprecon.backends import _precondition as precondition
+from qprecon.backends._pcg import precondition as precondition
 
 
 def layer(seed=0, n=40, k=7, rank=6):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon.backends import _samples
+from qprecon.backends._pcg import samples as _samples
 from qprecon.status import Status
 
 

@@ -48,7 +48,7 @@ def test_rows_of_every_method(common):
 def test_the_published_joint_methods(common):
     """Exact masks, values on the grid, and each half of SparseGPT with GPTQ alone where the other has nothing to do."""
     from benchmarks.inputs import slim, sparsegpt_gptq
-    from qprecon.grids import find_grid, fit_scales
+    from qprecon.grids.formats import find_grid, fit_scales
     from qprecon.llm.masks import LayerData, sparsegpt
     from qprecon.llm.masks.patterns import Pattern
 

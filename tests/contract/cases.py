@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon import registry
-from qprecon.interface import Backend
+from qprecon.contract import Backend, registry
 
 from . import reference
 from .families import FAMILIES, Problem
@@ -79,7 +78,7 @@ def check(problem: Problem, solution: qprecon.Solution, truth: reference.Truth) 
 
 
 def _known_to(problem: Problem) -> float:
-    """What f is known to, in units of the column's mass squared: its own rounding, and H's (``qprecon.factor.ENTRY``)."""
+    """What f is known to, in units of the column's mass squared: its own rounding, and H's (``qprecon.proof.factor.ENTRY``)."""
     n, h_NN = len(problem.hessian_NN), problem.hessian_NN
     summed_in_float32 = (h_NN == h_NN.astype(np.float32)).all()
     return 4.0 * (n + 12) * 2.0**-53 + 128.0 * (2.0**-24 if summed_in_float32 else 2.0**-53)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon import Status, registry
+from qprecon import Status
+from qprecon.contract import registry
 
 from . import cases, reference
 from .exceptions import EXCEPTIONS, MUST, exempt

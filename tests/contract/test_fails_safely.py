@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon import Status, registry
-from qprecon.interface import Backend, Capabilities, Chunk, RawColumns, System
+from qprecon import Status
+from qprecon.contract import Backend, Capabilities, Chunk, RawColumns, System, registry
 
 from . import cases, reference
 from .families import FAMILIES, Problem

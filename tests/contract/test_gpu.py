@@ -55,7 +55,7 @@ def test_auto_factors_small_layers_and_iterates_on_large_ones():
 @pytest.mark.parametrize("n, rank, k", [(600, 32, 128), (515, 17, 64)])
 def test_tall_factors_in_pieces(n, rank, k):
     """As exact as float32 products, whatever the scales of the columns."""
-    from qprecon.backends._factor import FactorInPieces
+    from qprecon.backends._pcg.factor import FactorInPieces
 
     torch.manual_seed(0)
     factor_Nr = torch.randn(n, rank, device="cuda") * torch.logspace(0, 4, rank, device="cuda")
@@ -178,8 +178,8 @@ def test_few_tokens_summed_on_the_device_are_no_worse_than_the_start(backend, la
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mean", [0.0, 3.0])
 def test_float32_sums_of_the_device_are_as_good_as_assumed(dtype, mean):
-    """`qprecon.hessian.ENTRY`: in batches of 2048 tokens, as a calibration run sums them."""
-    from qprecon.hessian import ENTRY
+    """`qprecon.problem.hessian.ENTRY`: in batches of 2048 tokens, as a calibration run sums them."""
+    from qprecon.problem.hessian import ENTRY
 
     x_TN = (torch.randn(65536, 256, generator=torch.Generator().manual_seed(0)) + mean).to(dtype).cuda()
     total_NN = torch.zeros(256, 256, device="cuda")

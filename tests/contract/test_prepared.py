@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon import factor as factor_module
-from qprecon import registry
-from qprecon import shared as shared_module
-from qprecon import verdict as verdict_module
-from qprecon.hessian import Hessian
+from qprecon.contract import registry
+from qprecon.engine import shared as shared_module
+from qprecon.problem.hessian import Hessian
+from qprecon.proof import factor as factor_module
+from qprecon.proof import verdict as verdict_module
 
 from . import cases
 from .families import FAMILIES

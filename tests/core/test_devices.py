@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import qprecon
-from qprecon import memory
-from qprecon.interop import Place
+from qprecon.arrays import memory
+from qprecon.arrays.interop import Place
 
 
 def test_free_memory_is_asked_of_the_arrays_device(monkeypatch):
@@ -55,10 +55,10 @@ def kernels(monkeypatch):
     triton.language.constexpr = int
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", triton.language)
-    monkeypatch.delitem(sys.modules, "qprecon.backends._triton", raising=False)
+    monkeypatch.delitem(sys.modules, "qprecon.backends._pcg.kernels", raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
-    yield importlib.import_module("qprecon.backends._triton"), launches
-    del sys.modules["qprecon.backends._triton"]
+    yield importlib.import_module("qprecon.backends._pcg.kernels"), launches
+    del sys.modules["qprecon.backends._pcg.kernels"]
     vars(sys.modules["qprecon.backends"]).pop("_triton", None)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qprecon import halves
+from qprecon.arrays import halves
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import qprecon
-from qprecon.interop import jax_x64
+from qprecon.arrays.interop import jax_x64
 
 jax = pytest.importorskip("jax")
 EXACT = {"damping": 0.1, "tol": 1e-13, "backward_tol": 1e-13}

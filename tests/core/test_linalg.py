@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from qprecon.linalg import column_norms, exact_float32, fitting_threads
+from qprecon.arrays.linalg import column_norms, exact_float32, fitting_threads
 
 
 def blas_threads():

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import qprecon
-from qprecon import moments, sums
-from qprecon.interop import to_numpy
+from qprecon.arrays.interop import to_numpy
+from qprecon.data import moments, sums
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 KINDS = [np.asarray, torch.from_numpy, pytest.param(lambda a: torch.from_numpy(a).cuda(), id="cuda", marks=GPU)]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon import registry
-from qprecon.interface import Backend, RawColumns
-from qprecon.options import check_values
+from qprecon.contract import Backend, RawColumns, registry
+from qprecon.contract.options import check_values
 from tests.small_problems import check_against_cholesky, check_limits, problem
 
 GUIDE = Path(__file__).parents[2] / "docs" / "extending" / "adding_a_backend.md"
@@ -25,7 +24,7 @@ def block(language: str) -> str:
 
 def plain(name: str, **fields) -> str:
     arguments = "".join(f", {key}={value!r}" for key, value in fields.items())
-    return f"from qprecon.interface import Backend\nRECORD = Backend({name!r}, {name!r} + '_target', 'a test'{arguments})\n"
+    return f"from qprecon.contract import Backend\nRECORD = Backend({name!r}, {name!r} + '_target', 'a test'{arguments})\n"
 
 
 def test_the_guide_is_short():

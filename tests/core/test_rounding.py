@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qprecon.grids import BF16, E2M1, E4M3, FP16, find_grid, fit_scales
-from qprecon.rounding import descend, feedback, refit_scales, search_scales
+from qprecon.grids.formats import BF16, E2M1, E4M3, FP16, find_grid, fit_scales
+from qprecon.grids.rounding import descend, feedback, refit_scales, search_scales
 from tests.small_problems import gram
 
 NAMES = ("int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16", "fp16")

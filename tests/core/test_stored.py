@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import qprecon
 from qprecon.grids import find_grid
-from qprecon.on_grid import METHODS
+from qprecon.grids.on_grid import METHODS
 
 from ..contract.families import real_layer, real_layers
 from ..small_problems import gram, right_hand_side
@@ -161,7 +161,7 @@ def test_torch_and_float32_give_what_numpy_gives(name):
 def test_products_of_halves_change_nothing_that_matters(name, monkeypatch):
     """What a GPU does: A scaled to a unit diagonal, products from float16 halves. Inputs of very different sizes."""
     torch = pytest.importorskip("torch")
-    from qprecon import rounding
+    from qprecon.grids import rounding
 
     h, w, mask = setting(64, 5, 8)
     sizes = np.exp(np.random.default_rng(0).uniform(-7, 7, 64))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import qprecon
-from qprecon import sweep
+from qprecon.arrays import sweep
 
 RNG = np.random.default_rng(5)
 X = RNG.standard_normal((120, 30)) @ RNG.standard_normal((30, 30))

@@ -66,7 +66,7 @@ def _run(given: argparse.Namespace) -> int:
 
 def installed() -> tuple[str, ...]:
     """The backends that can run here, and "auto" and "audit"."""
-    from qprecon import registry
+    from qprecon.contract import registry
 
     there = registry.backends()
     return tuple(name for name in SHARES if name in ("auto", "audit") or (name in there and there[name].installed))

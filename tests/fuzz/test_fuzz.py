@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import qprecon
-from qprecon import audit as auditing
+from qprecon.proof import audit as auditing
 
 from .__main__ import installed, main, one_thread
 from .campaign import Tally

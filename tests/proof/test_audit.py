@@ -11,8 +11,8 @@ import pytest
 
 import qprecon
 from qprecon import Status
-from qprecon.audit import FLOOR, Figures, audit, relative_gap
-from qprecon.factor import Certificate, certificate
+from qprecon.proof.audit import FLOOR, Figures, audit, relative_gap
+from qprecon.proof.factor import Certificate, certificate
 from tests.contract import reference
 from tests.contract.families import FAMILIES, Problem, real_layers, real_problem
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import qprecon
-from qprecon.factor import ENTRY, Certificate, certificate
+from qprecon.proof.factor import ENTRY, Certificate, certificate
 from tests.contract.families import FAMILIES
 from tests.fuzz.exact import Exact, quadratic_gain
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from qprecon.contract.options import is_number
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import describe_source, documents_of
-from qprecon.options import is_number
 
 _ROUNDED = 1e-3  # 0.333 three times is meant as a third each
 _WITH_COMMA = re.compile(r"\d*,\d+%?")

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from qprecon.contract.options import is_whole
 from qprecon.llm.calibration.texts import load_texts, wikitext_join
 from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, cut_windows
-from qprecon.options import is_whole
 
 __all__ = ["DEFAULT_NSAMPLES", "DEFAULT_SEQLEN", "calibration_windows", "load_texts", "wikitext_join"]
 

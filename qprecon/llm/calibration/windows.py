@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from qprecon.contract.options import is_whole
 from qprecon.llm.calibration.encodings import encoded_rows, is_encoded, token_rows
 from qprecon.llm.calibration.texts import is_source_name, load_texts
 from qprecon.llm.calibration.tokenising import token_stream
-from qprecon.options import is_whole
 
 DEFAULT_SEQLEN = 2048
 BOS_POLICIES = ("auto", "each", "first", "none")

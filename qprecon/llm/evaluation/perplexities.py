@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qprecon.contract.options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.windows import (
     DEFAULT_SEQLEN,
@@ -27,7 +28,6 @@ from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
-from qprecon.options import is_whole
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
 _CHUNK_ENTRIES = 1 << 24

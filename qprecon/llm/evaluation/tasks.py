@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from qprecon.contract.options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
@@ -22,7 +23,6 @@ from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode
-from qprecon.options import is_whole
 
 ALIASES = {"lambada": "lambada_openai"}
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from qprecon.grids import Fitted, Grid, find_grid
+from qprecon.grids.formats import Fitted, Grid, find_grid
 from qprecon.llm.lowbit.experts import scales_of_experts
 from qprecon.llm.model.linears import LinearView
 

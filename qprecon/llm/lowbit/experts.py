@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from qprecon.grids import Fitted
+from qprecon.grids.formats import Fitted
 from qprecon.llm.model.linears import LinearView
 
 

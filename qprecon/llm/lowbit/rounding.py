@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 import qprecon
-from qprecon.factor import gamma
-from qprecon.grids import Fitted, Grid
-from qprecon.linalg import exact_float32
+from qprecon.arrays.linalg import exact_float32
+from qprecon.grids.formats import Fitted, Grid
+from qprecon.grids.rounding import descend
 from qprecon.llm.lowbit.grid import grid_of
 from qprecon.llm.model.linears import LinearView
-from qprecon.rounding import descend
+from qprecon.proof.factor import gamma
 
 if TYPE_CHECKING:
     from qprecon.llm.settings.recipe import Recipe

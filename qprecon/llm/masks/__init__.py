@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from qprecon import plugins
+from qprecon.contract import plugins
+from qprecon.contract.options import made_options
 from qprecon.errors import PluginBrokenError
-from qprecon.options import made_options
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from 0.1 to 0.6 or 0.9 in 30 to 36 iterations and 10 or 11 changes. The mask is 
 on it after a few steps of conjugate gradients.
 
 Masks are sensitive, the loss is not: where many weights are nearly tied, inputs that differ in the last bit can send 1 % of the
-mask another way, at a loss that is the same to 1e-4. So a GPU's products keep about float32's accuracy (`qprecon.halves`).
+mask another way, at a loss that is the same to 1e-4. So a GPU's products keep about float32's accuracy (`qprecon.arrays.halves`).
 
 Unstructured patterns compare all weights of the layer. Departures from the original program, each deliberate:
 - Exactly floor(s*N*K) weights go, where the original rounds.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qprecon import halves
+from qprecon.arrays import halves
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
 from qprecon.llm.masks.sweep import check_damping, not_definite, prepared_hessian, starting_weights

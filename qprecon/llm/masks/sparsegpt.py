@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from qprecon import sweep
+from qprecon.arrays import sweep
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
 from qprecon.llm.masks.sweep import check_block_size, check_damping, prune_in_blocks

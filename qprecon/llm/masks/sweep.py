@@ -1,6 +1,6 @@
 """What the selectors share that go through a layer in blocks of inputs, with the inverse factor of its H.
 
-The sweep within a block is `qprecon.sweep`.
+The sweep within a block is `qprecon.arrays.sweep`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 import qprecon
+from qprecon.arrays.sweep import blocks_of
+from qprecon.contract.options import is_whole
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.options import is_whole
-from qprecon.sweep import blocks_of
 
 PruneBlocks = Callable[[torch.Tensor, torch.Tensor, list[slice]], torch.Tensor]
 """`prune_blocks(weights_NK, factor_NN, blocks)`: repairs the weights in place, and says what goes, bool (N, K)."""

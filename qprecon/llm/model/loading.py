@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError
 from qprecon.files import near, one_line, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.memory import out_of_memory
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.llm.model.blocks import Block, is_conv1d
 from qprecon.llm.model.dtypes import FLOATS
-from qprecon.memory import out_of_memory
 
 # A module's own tensors that tell of packed weights: GPTQ and AWQ, HQQ, compressed-tensors.
 _PACKED_NAMES = frozenset({"qweight", "W_q", "weight_packed"})

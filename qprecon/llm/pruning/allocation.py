@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from qprecon.contract.options import is_number
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.masks import LayerData, undamped_diagonal
@@ -31,7 +32,6 @@ from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
-from qprecon.options import is_number
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import qprecon
+from qprecon.contract.options import is_number
 from qprecon.llm.masks import LayerData, Selector, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
@@ -17,7 +18,6 @@ from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.llm.ranks.group import Ranks
-from qprecon.options import is_number
 
 
 def check_choices(method: Method, device: torch.device) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qprecon.halves import has_fast_halves
-from qprecon.linalg import bfloat16_parts
+from qprecon.arrays.halves import has_fast_halves
+from qprecon.arrays.linalg import bfloat16_parts
 from qprecon.llm.lowbit.rounding import at_host, joined_scales, relative_gap
 from qprecon.llm.masks.packed import pack
 from qprecon.llm.ranks.group import Ranks
@@ -20,7 +20,7 @@ from qprecon.llm.reporting.report import LayerRow
 
 if TYPE_CHECKING:
     import qprecon
-    from qprecon.grids import Fitted
+    from qprecon.grids.formats import Fitted
     from qprecon.llm.lowbit.rounding import Stored
     from qprecon.llm.pruning.method import Method
     from qprecon.llm.pruning.plan import LayerPlan, Part

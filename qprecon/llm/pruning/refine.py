@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.contract.options import is_number, is_whole
 from qprecon.llm.calibration.memory import stored
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.linears import LinearView
@@ -23,7 +24,6 @@ from qprecon.llm.pruning.method import Method
 from qprecon.llm.statistics.observe import Enough, observed_inputs
 from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.statistics.target import HELD_OUT
-from qprecon.options import is_number, is_whole
 
 WINDOWS = 4  # of one step
 _BETAS, _PATIENCE = (0.9, 0.95), 2  # passes without a better error on what is held out

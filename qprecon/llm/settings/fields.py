@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qprecon.options import check_values
+from qprecon.contract.options import check_values
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qprecon.contract.options import made_options
 from qprecon.grids import Grid, find_grid
+from qprecon.grids.on_grid import METHODS, Effort
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.settings.fields import check_choice, check_options, option
 from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
-from qprecon.on_grid import METHODS, Effort
-from qprecon.options import made_options
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")

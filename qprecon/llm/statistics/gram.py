@@ -1,7 +1,7 @@
 """Gram matrices H = Σ s_t x_t x_tᵀ of what enters a linear layer, and the drift beside them, accumulated in float32.
 
-The stacked activations never exist (the paper's Algorithm 1 and "Hessian calculation"). The products are those of `qprecon.sums`.
-No call waits for the device.
+The stacked activations never exist (the paper's Algorithm 1 and "Hessian calculation"). The products are those of
+`qprecon.data.sums`. No call waits for the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qprecon.sums import MANY_ROWS, add_cross, add_gram, is_wide, mirror
+from qprecon.data.sums import MANY_ROWS, add_cross, add_gram, is_wide, mirror
 
 BATCH_ROWS = MANY_ROWS
 HELD_ROWS = 2048  # of a sample that is held out of the drift

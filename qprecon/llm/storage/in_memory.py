@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.grids import Fitted
+from qprecon.grids.formats import Fitted
 from qprecon.llm.calibration.capture import capture_inputs, placed
 from qprecon.llm.calibration.memory import windows_together
 from qprecon.llm.calibration.streams import BlockInputs

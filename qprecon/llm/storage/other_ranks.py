@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qprecon.grids import Fitted
+from qprecon.grids.formats import Fitted
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.journal import PROGRESS, Journal
 from qprecon.llm.storage.sources import DiskBlocks, block_key

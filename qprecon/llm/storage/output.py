@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError
 from qprecon.files import read_json, temporary, writing
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
@@ -24,7 +25,6 @@ from qprecon.llm.storage.card import model_card
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.journal import PROGRESS, Journal, current_umask, sync
 from qprecon.llm.storage.replacing import put, restore, saving_folder, tidy
-from qprecon.memory import out_of_memory
 
 GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page. A process that was killed then

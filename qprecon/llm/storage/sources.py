@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.grids import Fitted
+from qprecon.grids.formats import Fitted
 from qprecon.llm.calibration.capture import capture_inputs, firsts
 from qprecon.llm.calibration.memory import fetched, windows_together
 from qprecon.llm.calibration.streams import BlockInputs

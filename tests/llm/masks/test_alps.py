@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon import halves
+from qprecon.arrays import halves
 from qprecon.llm.masks import LayerData, get_selector
 from qprecon.llm.masks.patterns import Pattern, select_mask
 from tests.fixtures import golden

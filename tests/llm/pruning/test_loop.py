@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon import PreparedHessian, factor, shared
+from qprecon import PreparedHessian
+from qprecon.engine import shared
 from qprecon.llm import prune_model
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears
+from qprecon.proof import factor
 from tests.llm.families import build, tokens
 
 
@@ -398,6 +400,6 @@ def test_zeros_of_low_bits_are_not_taken_for_the_masks():
 
 def test_an_h_that_only_damping_makes_semidefinite_is_noted_with_its_layers(monkeypatch):
     assert not any(row.note for row in prune(build("llama"), tokens(4)).layers)
-    monkeypatch.setattr("qprecon.hessian.Hessian.is_gram", False)
+    monkeypatch.setattr("qprecon.problem.hessian.Hessian.is_gram", False)
     report = prune(build("llama"), tokens(4))
     assert all("H itself is not positive semidefinite" in row.note for row in report.layers)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qprecon
-from qprecon import sums
+from qprecon.data import sums
 from qprecon.llm.calibration.capture import capture_inputs
 from qprecon.llm.calibration.streams import DenseWeights
 from qprecon.llm.model.blocks import find_blocks

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from qprecon import halves, sums
+from qprecon.arrays import halves
+from qprecon.data import sums
 from qprecon.llm.calibration.capture import capture_inputs
 from qprecon.llm.calibration.replay import Call
 from qprecon.llm.calibration.streams import BlockInputs
@@ -248,7 +249,7 @@ def test_the_wide_product_flag_matches_torch():
 @pytest.mark.parametrize("rows", [64, 67])
 def test_a_product_in_pieces(monkeypatch, rows):
     """Split by rows, as a GPU gets it for a small H, the sum is the same, also where the rows do not divide."""
-    monkeypatch.setattr("qprecon.sums.pieces_of", lambda x_TN: 4)
+    monkeypatch.setattr("qprecon.data.sums.pieces_of", lambda x_TN: 4)
     x_TN = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0))
     matrix = Gram(torch.zeros(12, 12))
     matrix.add(x_TN)

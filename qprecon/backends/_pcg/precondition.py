@@ -1,0 +1,179 @@
+"""The "dc" preconditioner: a low rank of the undamped, unscaled H plus the exact diagonal of the rest.
+
+C = D + FFᵀ with F (N, r) a randomised Nyström factor and D = diag(H − FFᵀ) + λ. All columns share F and D; per column the
+Woodbury identity needs K_j = (I + F_IᵀD_I⁻¹F_I)⁻¹, an r×r matrix, and
+
+    C_II⁻¹ r = D⁻¹r − D⁻¹F_I K_j F_IᵀD⁻¹ r.
+
+The r×r Gram matrices of all columns come from one product: the mask's transpose (K, N) times the row-wise products of D^-½F
+with itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace
+from ...arrays.linalg import bfloat16_parts, identity
+from .factor import Factor
+
+_OVERSAMPLING = 8
+_INNER_BYTES = 2.0**28
+_SLAB = 2.0**26  # entries
+_ALIGNMENT = 64  # columns of a product: an odd width costs tensor cores most of their speed
+_LEAK = 1e3
+"""Share of |F_i|² added to the diagonal, in units of the dtype's epsilon. An input that the low rank captures wholly would leave
+D_i = λ beside |F_i|² ≫ λ, and D⁻¹r − D⁻¹F(…) would cancel all digits of float32: C⁻¹ is then no longer positive. At 1e3 the
+cancellation is bounded and CG does not notice; at 1e2 a SmolLM2 down projection broke down, at 1e4 another took half as many
+iterations again."""
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """H ≈ FFᵀ below it, and the diagonal that completes it."""
+
+    factor_Nr: Array
+    diagonal_N: Array  # diag(H − FFᵀ) + λ, positive
+
+
+@dataclass(frozen=True, eq=False)
+class Preconditioner:
+    """C_II⁻¹ of some columns, as an operator on masked residuals."""
+
+    inverse_diagonal_N1: Array
+    scaled: Factor | None  # D⁻¹F
+    inner_Krr: Array | None  # K_j
+
+    def correction(self, residual_NK: Array) -> Array | None:
+        """w with C_II⁻¹r = D⁻¹r − w on kept entries; ``residual_NK`` is zero on pruned ones."""
+        if self.scaled is None:
+            return None
+        v_Kr1 = self.scaled.project(residual_NK).T[:, :, None]
+        return self.scaled.expand((self.inner_Krr @ v_Kr1)[:, :, 0].T)
+
+    def take(self, index: Array) -> Preconditioner:
+        """Of some of the columns."""
+        inner_Krr = None if self.inner_Krr is None else self.inner_Krr[index]
+        return Preconditioner(self.inverse_diagonal_N1, self.scaled, inner_Krr)
+
+
+def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
+    """Randomised Nyström factor of H − ridge·I (the undamped matrix); deterministic.
+
+    Source: Frangella, Tropp, Udell, Randomized Nyström preconditioning (arXiv 2110.02820), with power steps on the sketch.
+    """
+    xp, n = namespace(hessian_NN), hessian_NN.shape[0]
+    undamped = lambda x_Nr: hessian_NN @ x_Nr - ridge * x_Nr  # noqa: E731
+    basis_Nr = gaussian(n, min(n, rank + _OVERSAMPLING), hessian_NN)
+    if not power_steps:
+        basis_Nr = _orthonormal(basis_Nr)
+    for _ in range(power_steps):
+        basis_Nr = _orthonormal(undamped(basis_Nr))
+    image_Nr = undamped(basis_Nr)
+    core_rr = cast(basis_Nr.T @ image_Nr, "float64")
+    values_r, vectors_rr = xp.linalg.eigh(0.5 * (core_rr + core_rr.T))
+    keep = slice(max(0, len(values_r) - rank), None)
+    top = float(values_r[-1])
+    # directions that are noise at this precision would make FFᵀ exceed H
+    floor = 32.0 * _epsilon(hessian_NN) * max(top, 0.0)
+    scale_r = xp.where(values_r > floor, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5
+    factor_Nr = image_Nr @ cast((vectors_rr * scale_r[None, :])[:, keep], dtype_name(hessian_NN))
+    captured_N = (factor_Nr * factor_Nr).sum(1)
+    rest_N = hessian_NN.diagonal() - ridge - captured_N
+    smallest = max(ridge, 1e-7 * max(top, 0.0) / max(n, 1), 1e-30)
+    diagonal_N = xp.maximum(rest_N, xp.zeros_like(rest_N)) + _LEAK * _epsilon(hessian_NN) * captured_N + smallest
+    return LowRank(factor_Nr, diagonal_N)
+
+
+def jacobi(hessian_NN: Array) -> Preconditioner:
+    """The diagonal alone."""
+    xp = namespace(hessian_NN)
+    diagonal_N = hessian_NN.diagonal()
+    inverse_N = 1.0 / xp.where(diagonal_N > 0, diagonal_N, xp.ones_like(diagonal_N))
+    return Preconditioner(inverse_N[:, None], None, None)
+
+
+def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor] = Factor) -> Preconditioner:
+    """The preconditioner of columns with these masks, (N, K) bool; ``factor`` makes the products with D⁻¹F."""
+    inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
+    root_Nr = shared.factor_Nr * inverse_N1**0.5
+    return Preconditioner(inverse_N1, factor(shared.factor_Nr * inverse_N1), _inner(root_Nr, mask_NK))
+
+
+def _inner(root_Nr: Array, mask_NK: Array) -> Array:
+    """K_j = (I + G_IᵀG_I)⁻¹ for every column, (K, r, r)."""
+    xp, rank, k = namespace(root_Nr), root_Nr.shape[1], mask_NK.shape[1]
+    rows, cols = np.triu_indices(rank)
+    half = _pair_products(root_Nr, rows, cols, mask_NK)  # (K, r(r+1)/2): half, by symmetry
+    place = np.zeros((rank, rank), dtype=np.int64)
+    place[rows, cols] = place[cols, rows] = np.arange(len(rows))
+    index = like(place.reshape(-1), root_Nr)
+    some = max(1, int(_INNER_BYTES // (8 * rank * rank)))  # columns whose float64 matrices are in memory together
+    inner_Krr = xp.empty((k, rank, rank), dtype=half.dtype, **({} if xp is np else {"device": half.device}))
+    for first in range(0, k, some):
+        part = slice(first, min(first + some, k))
+        inner_Krr[part] = _inverse_plus_identity(half[part][:, index].reshape(-1, rank, rank))
+    return inner_Krr
+
+
+def _pair_products(root_Nr: Array, rows: np.ndarray, cols: np.ndarray, mask_NK: Array) -> Array:
+    """The entries (rows, cols) of G_IᵀG_I for every column, (K, pairs); a slab at a time, as the N×pairs products are large."""
+    step = max(1, int(_SLAB // max(root_Nr.shape[0], 1)) // _ALIGNMENT) * _ALIGNMENT
+    xp, parts = namespace(root_Nr), []
+    for first in range(0, len(rows), step):
+        part = slice(first, first + step)
+        parts.append(_mask_product(mask_NK, root_Nr[:, rows[part]] * root_Nr[:, cols[part]]))
+    return parts[0] if len(parts) == 1 else xp.concatenate(parts, 1)
+
+
+def _mask_product(mask_NK: Array, values_NR: Array) -> Array:
+    """maskᵀ · values with float32 accuracy, (K, R)."""
+    if device_type(values_NR) != "cuda" or dtype_name(values_NR) != "float32":
+        return cast(mask_NK, dtype_name(values_NR)).T @ values_NR
+    # 0 and 1 are exact in bfloat16 and three bfloat16 parts hold a float32: tensor cores do it exactly, four times faster
+    torch = namespace(values_NR)
+    mask_KN = mask_NK.T.bfloat16()
+    total = torch.zeros(mask_KN.shape[0], values_NR.shape[1], dtype=torch.float32, device=values_NR.device)
+    for part in bfloat16_parts(values_NR, 3):
+        total += torch.mm(mask_KN, part, out_dtype=torch.float32)
+    return total
+
+
+def _inverse_plus_identity(gram_Krr: Array) -> Array:
+    """(I + T)⁻¹ in float64, returned in T's dtype: T has entries near 1e5 beside the identity's 1."""
+    xp, dtype = namespace(gram_Krr), dtype_name(gram_Krr)
+    wide_Krr = cast(gram_Krr, "float64")
+    eye_rr = identity(gram_Krr.shape[1], wide_Krr)
+    if kind_of(gram_Krr) == "torch":
+        factor_Krr = xp.linalg.cholesky_ex(wide_Krr + eye_rr)[0]
+        return cast(xp.cholesky_inverse(factor_Krr), dtype)
+    return cast(xp.linalg.inv(wide_Krr + eye_rr), dtype)
+
+
+def _orthonormal(x_Nr: Array) -> Array:
+    """An orthonormal basis of x's columns. On a GPU by Cholesky factors, twice: Householder's steps would keep it waiting."""
+    if device_type(x_Nr) != "cuda":
+        return namespace(x_Nr).linalg.qr(x_Nr)[0]
+    torch = namespace(x_Nr)
+    basis_Nr = x_Nr.double()
+    for _ in range(2):
+        factor_rr, failed = torch.linalg.cholesky_ex(basis_Nr.T @ basis_Nr)
+        if bool(failed):  # fewer directions than columns
+            return torch.linalg.qr(x_Nr)[0]
+        basis_Nr = torch.linalg.solve_triangular(factor_rr.T, basis_Nr, upper=True, left=False)
+    return basis_Nr.to(x_Nr.dtype)
+
+
+def gaussian(n: int, width: int, near: Array) -> Array:
+    """A fixed seed: the same call gives the same bits on the same device."""
+    if kind_of(near) == "torch":
+        torch = namespace(near)
+        generator = torch.Generator(near.device).manual_seed(0)
+        return torch.randn(n, width, generator=generator, device=near.device, dtype=near.dtype)
+    return np.random.default_rng(0).standard_normal((n, width)).astype(dtype_name(near))
+
+
+def _epsilon(near: Array) -> float:
+    return float(np.finfo(dtype_name(near)).eps)

@@ -1,0 +1,208 @@
+"""Which backends there are, what each can do, and whether it can run here.
+
+Third parties register theirs through the entry-point group ``qprecon.backends``; its value loads to a ``Backend``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
+from . import plugins
+from .interface import Backend, Capabilities, SolveChunk, System
+from .options import made_options, option_names
+
+ENTRY_POINT_GROUP = "qprecon.backends"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A backend ready to run: its record, functions and checked options."""
+
+    record: Backend
+    prepare: Callable[[System, Any], SolveChunk]
+    options: Any
+    bytes_per_column: Callable[[int, int, Any], float]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The record's, with what the options override."""
+        own = {name: getattr(self.options, name, None) for name in ("scaling", "warm_start")}
+        return dataclasses.replace(self.record.capabilities, **{name: value for name, value in own.items() if value is not None})
+
+
+# The arguments of ``solve`` itself, which a misspelt option may have meant.
+_COMMON = ("rhs", "lower", "upper", "damping", "tol", "max_iterations", "time_limit", "warm_start", "batch_size", "dtype")
+_CORE = ("numpy", "torch")
+BUILT_IN = (
+    Backend(
+        "cholesky",
+        "qprecon.backends.cholesky",
+        "exact: a Cholesky factor of each column's own kept block",
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda")),
+    ),
+    Backend(
+        "pcg",
+        "qprecon.backends.pcg",
+        "preconditioned conjugate gradients on all columns at once; the fast one",
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), scaling="mean", warm_start=True),
+    ),
+    Backend(
+        "admm",
+        "qprecon.backends.admm",
+        "ADMM with one inverse shared by all columns",
+        capabilities=Capabilities(bounds=True, libraries=_CORE, devices=("cpu", "cuda"), warm_start=True),
+    ),
+    Backend(
+        "adam",
+        "qprecon.backends.adam",
+        "Adam over a grid of learning rates, as the paper compares it; a reference",
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), scaling="none"),
+    ),
+    Backend(
+        "mpax",
+        "qprecon.backends.mpax",
+        "rAPDHG, the paper's solver, through MPAX on JAX",
+        requires=("jax", "mpax"),
+        extra="mpax",
+        capabilities=Capabilities(bounds=True, libraries=("jax",), devices=("cpu", "cuda", "tpu"), warm_start=True),
+    ),
+    Backend(
+        "osqp",
+        "qprecon.backends.osqp",
+        "OSQP, one set-up a layer; a reference for general bounds",
+        requires=("osqp",),
+        extra="osqp",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
+        "piqp",
+        "qprecon.backends.piqp",
+        "PIQP, a dense interior-point method on each column's kept block; a reference for general bounds",
+        requires=("piqp",),
+        extra="piqp",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
+        "clarabel",
+        "qprecon.backends.clarabel",
+        "Clarabel, an interior-point method on each column's kept block; a reference for general bounds",
+        requires=("clarabel",),
+        extra="clarabel",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
+        "moreau",
+        "qprecon.backends.moreau",
+        "Moreau, an interior-point or active-set method on each column's kept block; a reference for general bounds",
+        requires=("moreau",),
+        extra="moreau",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+    Backend(
+        "cvxpy",
+        "qprecon.backends.cvxpy",
+        "any QP solver that cvxpy has installed; a reference",
+        requires=("cvxpy",),
+        extra="cvxpy",
+        capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
+    ),
+)
+
+
+def backends() -> dict[str, Backend]:
+    """Records by name: the built-in ones and those of installed entry points.
+
+    Raises:
+        ValueError: an entry point has the name of another backend.
+        BackendBrokenError: one cannot be loaded.
+    """
+    found = {record.name: record for record in BUILT_IN}
+    return found | {name: _record(entry) for name, entry in _entry_points().items()}
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Third parties' entry points by name, not loaded yet; nobody can replace a backend that exists."""
+    return plugins.entry_points(ENTRY_POINT_GROUP, [record.name for record in BUILT_IN], "backend")
+
+
+def _record(entry: importlib.metadata.EntryPoint) -> Backend:
+    return plugins.load_record(entry, Backend, "backend", BackendBrokenError)
+
+
+def available_backends() -> dict[str, dict[str, Any]]:
+    """What there is: name -> installed, summary, extra (the pip extra that brings it), missing modules and capabilities."""
+    return {
+        name: {
+            "installed": record.installed,
+            "summary": record.summary,
+            "extra": record.extra,
+            "missing": record.missing(),
+            "capabilities": dataclasses.asdict(record.capabilities),
+        }
+        for name, record in backends().items()
+    }
+
+
+def find(name: str) -> Backend:
+    """The record called ``name``.
+
+    Raises:
+        UnknownBackendError: no such backend; the message names the nearest.
+    """
+    for record in BUILT_IN:  # without a look at every installed distribution's entry points, which costs milliseconds
+        if record.name == name:
+            return record
+    entries = _entry_points()
+    if name in entries:  # only this one is loaded: a broken third party stops nobody else
+        return _record(entries[name])
+    known = [*(record.name for record in BUILT_IN), *entries]
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
+
+
+def refuse_options_of_auto(options: Iterable[str]) -> None:
+    """ValueError for any option: which backend "auto" takes, and so which options there are, depends on the problem."""
+    name = next(iter(options), None)
+    if name is None:
+        return
+    owned = {record.name: option_names(_kind(importlib.import_module(record.target))) for record in BUILT_IN if record.installed}
+    if owner := next((record for record, names in owned.items() if name in names), None):
+        raise ValueError(
+            f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
+        )
+    near = difflib.get_close_matches(name, [*_COMMON, *itertools.chain(*owned.values())], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ": no built-in backend that is installed has it"
+    raise ValueError(f"unknown option {name!r}{hint}")
+
+
+def _kind(module: Any) -> type | None:
+    return getattr(module, "Options", None)
+
+
+def load(record: Backend, options: dict[str, Any]) -> Loaded:
+    """Import a backend and check its own options.
+
+    Raises:
+        BackendNotInstalledError: a required package is missing.
+        BackendBrokenError: it is there but fails to import.
+        ValueError: an unknown option, a value of another type than the option's, or one that its ``Options`` refuses.
+    """
+    if missing := record.missing():
+        extra = f"pip install 'qprecon[{record.extra}]'" if record.extra else f"pip install {' '.join(missing)}"
+        raise BackendNotInstalledError(f"backend {record.name!r} needs {', '.join(missing)}: {extra}")
+    try:
+        module = importlib.import_module(record.target)
+    except Exception as error:
+        raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
+    made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON)
+    per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
+    return Loaded(record, module.prepare, made, per_column)

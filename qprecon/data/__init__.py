@@ -1,0 +1,1 @@
+"""H and XᵀY from batches of data; ridge regression on them."""

@@ -1,0 +1,96 @@
+"""Σ x xᵀ and Σ x yᵀ over rows, a piece at a time: what every Gram matrix is summed with, for numpy and torch. Nothing waits for a
+device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays.halves import has_fast_halves
+from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
+
+MANY_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs as much as the product
+_TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each unit of an H100
+PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
+_MIRRORED = 1024  # rows of the triangle that numpy turns at a time
+_ROWS_OF_16_BITS, _SMALL = 1024, 1024
+"""Rows of 16 bits that one product sums, up to so many inputs. Tensor cores cut off where they add, so that a product of 5000 rows
+was 2e-5 too small (an H200); of a larger H the sums of parts would take as long as the products."""
+
+
+def add_gram(sum_NN: Array, x_TN: Array) -> None:
+    """Add xᵀx, in the sum's dtype, to its upper triangle or more of it; ``mirror`` makes the rest.
+
+    On a GPU rows of 16 bits are multiplied as they are where the sum is float32: such products are exact in it.
+    """
+    if kind_of(sum_NN) == "numpy":
+        import scipy.linalg.blas  # see linalg
+
+        syrk = scipy.linalg.blas.dsyrk if sum_NN.dtype == np.float64 else scipy.linalg.blas.ssyrk
+        rows_TN = np.ascontiguousarray(x_TN, dtype=sum_NN.dtype)  # BLAS counts by columns: its lower triangle is the upper one here
+        syrk(1.0, rows_TN.T, beta=1.0, c=sum_NN.T, lower=1, overwrite_c=1)
+        return
+    torch, wide = namespace(sum_NN), is_wide(x_TN, sum_NN)
+    x_TN = x_TN if wide else x_TN.to(sum_NN.dtype)
+    for rows in panels(len(sum_NN)):
+        part_NN, left_TN, right_TN = sum_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]
+        if wide and len(sum_NN) <= _SMALL and len(x_TN) > _ROWS_OF_16_BITS:
+            even = len(x_TN) // _ROWS_OF_16_BITS * _ROWS_OF_16_BITS
+            parts_PTN = x_TN[:even].reshape(-1, _ROWS_OF_16_BITS, x_TN.shape[1])
+            part_NN += torch.bmm(parts_PTN.mT, parts_PTN, out_dtype=torch.float32).sum(0)
+            if even < len(x_TN):
+                part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
+        elif wide:
+            part_NN += torch.mm(left_TN.t(), right_TN, out_dtype=torch.float32)
+        elif (pieces := pieces_of(x_TN)) > 1:
+            even = len(x_TN) // pieces * pieces
+            parts_PTN = x_TN[:even].reshape(pieces, -1, x_TN.shape[1])
+            part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
+            part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
+        else:
+            part_NN.addmm_(left_TN.t(), right_TN)
+
+
+def add_cross(sum_NK: Array, x_TN: Array, y_TK: Array) -> None:
+    """Add xᵀy; in 16 bits, as ``add_gram`` does, where both are of one such dtype."""
+    if kind_of(sum_NK) == "numpy":
+        sum_NK += cast(x_TN, dtype_name(sum_NK)).T @ cast(y_TK, dtype_name(sum_NK))
+        return
+    torch, wide = namespace(sum_NK), x_TN.dtype == y_TK.dtype and is_wide(x_TN, sum_NK)
+    x_TN, y_TK = (x_TN, y_TK) if wide else (x_TN.to(sum_NK.dtype), y_TK.to(sum_NK.dtype))
+    for rows in panels(len(sum_NK)):
+        if wide:
+            sum_NK[rows] += torch.mm(x_TN[:, rows].t(), y_TK, out_dtype=torch.float32)
+        else:
+            sum_NK[rows].addmm_(x_TN[:, rows].t(), y_TK)
+
+
+def mirror(sum_NN: Array) -> None:
+    """Fill the lower triangle after all ``add_gram``."""
+    if kind_of(sum_NN) != "numpy":
+        for rows in panels(len(sum_NN)):
+            sum_NN[rows.stop :, rows] = sum_NN[rows, rows.stop :].t()
+        return
+    for first in range(0, len(sum_NN), _MIRRORED):
+        rows = slice(first, first + _MIRRORED)
+        corner_NN = np.triu(sum_NN[rows, rows])
+        sum_NN[rows, rows] = corner_NN + np.triu(corner_NN, 1).T
+        sum_NN[rows.stop :, rows] = sum_NN[rows, rows.stop :].T
+
+
+def panels(size: int) -> list[slice]:
+    """Row panels of an H of so many inputs."""
+    step = -(-size // PANELS) if size >= PANELS_FROM else max(size, 1)
+    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
+
+
+def is_wide(x_TN: Array, sum_NN: Array) -> bool:
+    """Whether a tensor's products can be made in its 16 bits with float32 sums."""
+    return dtype_name(x_TN) in ("float16", "bfloat16") and dtype_name(sum_NN) == "float32" and has_fast_halves(x_TN)
+
+
+def pieces_of(x_TN: Array) -> int:
+    """Into how many sums of rows xᵀx is split: a small H has too few tiles to occupy a GPU with one product in float32."""
+    tiles = (-(-x_TN.shape[1] // _TILE)) ** 2
+    if not x_TN.is_cuda or len(x_TN) < MANY_ROWS // 2:
+        return 1
+    return max(1, min(16, _TILES_WANTED // tiles))

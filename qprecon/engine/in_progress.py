@@ -1,0 +1,119 @@
+"""A chunk of columns in progress: which answers are accepted, which columns fall back, and what status they get in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.chunks import compose, within
+from ..arrays.interop import Array, like, namespace
+from ..contract.interface import RawColumns
+from ..problem.column_qp import ColumnQP
+from ..proof.audit import Figures, audit
+from ..proof.factor import Certificate
+from ..proof.starting_point import Start, surely_better
+from ..status import Status
+from .results import LIMITS, NOT_RUN, Results
+
+
+def numbers_may_fail() -> np.errstate:
+    """A backend may diverge, and numpy would warn of it; that is found by the audit and said in the status."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
+
+
+@dataclass(eq=False)
+class InProgress:
+    """The best weights so far with their figures.
+
+    Attributes:
+        problem, cert: what the audit needs.
+        columns: index of the chunk in the problem.
+        start: where the chunk began.
+        results: the best weights, their relative gaps, and what the backend said; ``finish`` fills in the rest.
+        figures: of these weights.
+        certified: (K,) whether the figures hold a certificate: the start's do not.
+        doubted: (K,) whether an answer looked better than the start, but by less than H is known to.
+    """
+
+    problem: ColumnQP
+    cert: Certificate
+    columns: Any
+    start: Start
+    results: Results
+    figures: Figures
+    certified: np.ndarray
+    doubted: np.ndarray
+
+    @staticmethod
+    def begin(problem: ColumnQP, cert: Certificate, start: Start, columns: Any) -> InProgress:
+        """At the start."""
+        results = Results.empty(start.weights_NK)
+        results.relative_gap = start.relative_gap(problem, start.audit)
+        no_K = np.zeros(len(results.status), dtype=bool)
+        return InProgress(problem, cert, columns, start, results, start.audit, no_K, no_K.copy())
+
+    @property
+    def weights_NK(self) -> Array:
+        """The best weights so far."""
+        return self.results.weights_NK
+
+    def accept(self, local: np.ndarray, raw: RawColumns, answer_NK: Array) -> None:
+        """Audit the answers to the local columns and keep each where it is no worse than what was there."""
+        results, start, some = self.results, self.start, within(local, self.weights_NK)
+        first = results.reported_status[local] == NOT_RUN
+        results.reported_status[local] = raw.reported_status
+        results.iterations[local] += raw.iterations
+        columns = compose(self.columns, local, self.weights_NK)
+        with numbers_may_fail():
+            fresh = audit(self.problem, self.cert, answer_NK, columns)
+        masked, began = start.masked.take(local, some), start.audit.take(local, some)
+        with np.errstate(invalid="ignore"):
+            lower_K = fresh.value + fresh.rounding < began.value - began.rounding
+            higher_K = ~(fresh.value - fresh.rounding <= began.value + began.rounding)
+            sure_K = surely_better(self.problem, self.cert, answer_NK, fresh, masked, columns)
+            better_K = lower_K & sure_K & (fresh.value <= self.figures.value[local])
+        self._replace(local, better_K, answer_NK, fresh)
+        self.doubted[local] = lower_K & ~sure_K
+        results.fell_back[local] = (results.fell_back[local] | first) & ~better_K & (higher_K | self.doubted[local])
+        self.certified[local] |= better_K
+
+    def certify_starts(self, tol: float) -> None:
+        """Columns that still are their start, which was audited without a certificate, get theirs."""
+        local = np.flatnonzero(~self.certified & (self.results.relative_gap > tol))
+        if len(local):
+            some_NK = self.weights_NK[:, within(local, self.weights_NK)]
+            fresh = audit(self.problem, self.cert, some_NK, compose(self.columns, local, self.weights_NK))
+            self._replace(local, np.ones(len(local), dtype=bool), some_NK, fresh)
+
+    def finish(self, tol: float) -> Results:
+        """The results, with every column's figures and status."""
+        results, figures, singular = self.results, self.figures, self.cert.factor_NN is None
+        for word, member in LIMITS.items():
+            results.status[results.reported_status == word] = member
+        if singular:
+            uncertain_K = ~(figures.gap_bound < figures.objective)
+            results.status[(results.status == Status.INACCURATE) & uncertain_K] = Status.UNCERTIFIED
+        results.status[results.fell_back] = Status.FELL_BACK
+        if singular:
+            results.status[results.fell_back & self.doubted] = Status.UNCERTIFIED
+        results.status[results.relative_gap <= tol] = Status.OPTIMAL
+        results.objective, results.baseline_objective = figures.objective, self.start.masked.objective
+        results.gap_bound, results.violation = figures.gap_bound, figures.violation
+        results.stationarity = self.start.relative_stationarity(figures)
+        return results
+
+    def _replace(self, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Figures) -> None:
+        """Put the answers and their figures in the places of the local columns where they are better."""
+        xp, results, some = namespace(self.weights_NK), self.results, within(local, self.weights_NK)
+        mixed_NK = xp.where(like(better_K, answer_NK)[None, :], answer_NK, results.weights_NK[:, some])
+        mixed = fresh.where(better_K, self.figures.take(local, some))
+        if len(local) == results.weights_NK.shape[1]:
+            results.weights_NK, self.figures = mixed_NK, mixed
+        else:
+            if results.weights_NK is self.start.weights_NK:  # which is compared with again
+                results.weights_NK, self.figures = results.weights_NK + 0, self.figures.copy()
+            results.weights_NK[:, some] = mixed_NK
+            self.figures.put(local, some, mixed)
+        results.relative_gap = self.start.relative_gap(self.problem, self.figures)

@@ -1,0 +1,209 @@
+"""Columns through a backend: chunks that fit in memory, and audited rounds.
+
+A backend's own stopping test only estimates the gap. So a chunk is solved, audited, and the columns whose certified gap is
+still too large go on from where they are, with a tolerance tightened by as much as the audit asks for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..arrays.chunks import compose, indices_of, slices, width_of, within
+from ..arrays.interop import Array, as_given_back, back_to, cast, like, synchronize, to_library
+from ..arrays.linalg import masked
+from ..arrays.memory import automatic_width, out_of_memory, release
+from ..contract.interface import Chunk, RawColumns
+from ..errors import BackendBrokenError
+from ..problem.column_qp import ColumnQP
+from ..proof.factor import Certificate
+from ..proof.starting_point import find_start
+from ..status import Status
+from .in_progress import InProgress, numbers_may_fail
+from .results import LIMITS, Results
+from .shared import BackendSetup
+
+_ROUNDS = 8  # audited rounds at most; a column's gap must shrink by a fifth for there to be another
+_FIRST = 0.25  # of the tolerance is what the first round asks for: an iteration more costs less than a second round
+_AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A problem, what is proved of its H, and a backend that was set up for it."""
+
+    problem: ColumnQP
+    cert: Certificate
+    backend: BackendSetup
+
+    def automatic_width(self) -> int:
+        """How many columns go to the backend together."""
+        loaded, n = self.backend.loaded, self.problem.n_inputs
+        itemsize = 8 if self.backend.dtype == "float64" else 4
+        per_column = loaded.bytes_per_column(n, itemsize, loaded.options) + _AUDIT_BYTES * n
+        return automatic_width(self.problem.place, n, self.problem.n_columns, per_column)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: certified gap, iterations a call of the backend, ``time.monotonic()`` seconds."""
+
+    tol: float
+    max_iterations: int | None
+    deadline: float | None
+
+    @property
+    def expired(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+@dataclass(eq=False)
+class Outcome:
+    """Results of all columns; what was chosen automatically and what backends said besides; seconds."""
+
+    results: Results
+    automatic: dict[str, Any] = field(default_factory=dict)
+    solve_seconds: float = 0.0
+    audit_seconds: float = 0.0
+
+    def add_extras(self, extras: dict[str, Any]) -> None:
+        """What a backend said in one call: seconds add up, of anything else the last word counts."""
+        for key, value in extras.items():
+            self.automatic[key] = self.automatic[key] + value if key.endswith("_seconds") and key in self.automatic else value
+
+    def lap(self, since: float, name: str, near: Array) -> float:
+        """Add the seconds since then to those called ``name``, the device's work included; returns the time now."""
+        synchronize(near)
+        now = time.monotonic()
+        setattr(self, name, getattr(self, name) + now - since)
+        return now
+
+
+def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_size: int | None) -> Outcome:
+    """Solve every column, ``batch_size`` at a time or as many as memory allows."""
+    problem = task.problem
+    # an invalid column comes back as its own kept weights, zeros where pruned
+    out = Outcome(Results.empty(masked(cast(problem.weights_NK, task.backend.dtype), problem.mask_NK)))
+    bad_K = problem.invalid_columns()
+    out.results.status[bad_K] = Status.INVALID_INPUT
+    size = batch_size or task.automatic_width()
+    if not batch_size:
+        out.automatic["batch_size"] = size
+    pending = list(slices(np.flatnonzero(~bad_K), size, contiguous=not bad_K.any()))
+    while pending:
+        columns = pending.pop(0)
+        try:
+            _solve_chunk(task, limits, warm_NK, columns, out)
+        except Exception as error:
+            width = width_of(columns)
+            if not out_of_memory(error) or width == 1:
+                raise
+            release(problem.weights_NK)
+            half = (width + 1) // 2
+            out.automatic["batch_size"] = f"{half}, halved after running out of memory at {width}"
+            pending[:0] = slices(indices_of(columns), half, contiguous=isinstance(columns, slice))
+    return out
+
+
+def improve(task: Task, limits: Limits, out: Outcome, columns: np.ndarray) -> None:
+    """Give some columns to another backend, from where they are; ``out`` keeps the better of both."""
+    results = out.results
+    iterations, fell_back, status = (x[columns].copy() for x in (results.iterations, results.fell_back, results.status))
+    for part in slices(np.arange(len(columns)), task.automatic_width(), contiguous=True):
+        _solve_chunk(task, limits, results.weights_NK, columns[part], out)
+    results.iterations[columns] += iterations
+    kept_K = results.fell_back[columns] & ~fell_back  # what was there before was no fallback and stays
+    results.status[columns[kept_K]] = status[kept_K]
+    results.fell_back[columns] &= fell_back
+
+
+def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any, out: Outcome) -> None:
+    problem, clock = task.problem, time.monotonic()
+    start = find_start(problem, task.cert, task.backend.dtype, warm_NK, columns)
+    chunk = InProgress.begin(problem, task.cert, start, columns)
+    clock = out.lap(clock, "audit_seconds", problem.weights_NK)
+    local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
+    tolerance = _FIRST * limits.tol
+    for round_ in range(_ROUNDS):
+        if not len(local):
+            break
+        if limits.expired:
+            chunk.results.reported_status[local] = "time_limit"
+            break
+        raw, answer_NK = _run(task, limits, chunk, local, tolerance)
+        clock = out.lap(clock, "solve_seconds", problem.weights_NK)
+        out.add_extras(raw.extras)
+        before_K = chunk.results.relative_gap[local]
+        chunk.accept(local, raw, answer_NK)
+        clock = out.lap(clock, "audit_seconds", problem.weights_NK)
+        after_K = chunk.results.relative_gap[local]
+        failing_K = after_K > limits.tol
+        if not _worth_another(task, before_K, after_K, failing_K, raw, round_):
+            break
+        local = local[failing_K]
+        tolerance *= _tightening(after_K[failing_K], limits.tol)
+    chunk.certify_starts(limits.tol)
+    out.results.put(columns, chunk.finish(limits.tol))
+    out.lap(clock, "audit_seconds", problem.weights_NK)
+
+
+def _tightening(gap_K: np.ndarray, tol: float) -> float:
+    """By how much the backend must do better for the failing columns' certified gaps to pass."""
+    finite_K = gap_K[np.isfinite(gap_K)]
+    ratio = float(np.median(finite_K)) / tol if len(finite_K) else 1e6
+    return float(np.clip(0.3 / ratio, 1e-4, 0.3))
+
+
+def _run(
+    task: Task, limits: Limits, chunk: InProgress, local: np.ndarray, tolerance: float
+) -> tuple[RawColumns, Array]:
+    """Hand the local columns to the backend, normalised; returns its answer in the problem's units, feasible."""
+    problem, backend, start, figures = task.problem, task.backend, chunk.start, chunk.figures
+    some, wanted = within(local, chunk.weights_NK), compose(chunk.columns, local, chunk.weights_NK)
+    scale = backend.scaling.columns(start.energy_K[local])
+    lib = lambda x: to_library(x, backend.library)  # noqa: E731
+    scaled = lambda x: None if x is None else lib(scale.weights(cast(x[:, wanted], backend.dtype)))  # noqa: E731
+    g_NK = problem.linear("float64", wanted)
+    with numbers_may_fail():  # a backend that wants no scaling is given numbers that its dtype may not hold
+        given = Chunk(
+            weights_NK=scaled(problem.weights_NK),
+            mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
+            start_NK=lib(scale.weights(chunk.weights_NK[:, some])),
+            residual_NK=lib(scale.residual(cast(figures.rho_NK[:, some], backend.dtype), task.cert.unit)),
+            start_objective_K=lib(scale.objective(like(figures.value[local], chunk.weights_NK))),
+            improved_K=lib(scale.objective(like(start.masked.value[local] - figures.value[local], chunk.weights_NK))),
+            linear_NK=None if g_NK is None else lib(cast(scale.linear(g_NK), backend.dtype)),
+            lower_NK=scaled(problem.lower_NK),
+            upper_NK=scaled(problem.upper_NK),
+            tolerance=tolerance,
+            max_iterations=limits.max_iterations,
+            deadline=limits.deadline,
+        )
+        raw = backend.solve_chunk(given)
+    name = backend.loaded.record.name
+    if not isinstance(raw, RawColumns):
+        raise BackendBrokenError(f"backend {name!r} answered with {type(raw).__name__}, not RawColumns")
+    if tuple(raw.weights_NK.shape) != tuple(given.start_NK.shape):
+        raise BackendBrokenError(
+            f"backend {name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, not {tuple(given.start_NK.shape)}"
+        )
+    with numbers_may_fail():  # the optimum itself may be beyond the dtype
+        answer_NK = problem.clip(scale.unscale_weights(back_to(raw.weights_NK, chunk.weights_NK)), wanted)
+    return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
+
+
+def _worth_another(
+    task: Task, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: RawColumns, round_: int
+) -> bool:
+    """Another round helps only a backend that continues, was not stopped by a limit, and still makes progress."""
+    if not failing_K.any():
+        return False
+    if not task.backend.loaded.capabilities.warm_start:
+        return False
+    if np.isin(np.asarray(raw.reported_status, dtype=object), list(LIMITS)).all():
+        return False
+    return round_ == 0 or bool((after_K[failing_K] < 0.8 * before_K[failing_K]).any())

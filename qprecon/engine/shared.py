@@ -1,0 +1,134 @@
+"""What is made of a Hessian when it is first wanted, once, and then kept for every problem with it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays.interop import Array, cast, to_library
+from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, fitting_threads, upper_inverse_factor
+from ..arrays.memory import out_of_memory
+from ..contract.interface import SolveChunk, System
+from ..contract.registry import Loaded
+from ..errors import BackendBrokenError
+from ..problem.hessian import Hessian
+from ..problem.scaling import Scaling, layer_scaling
+from ..proof.factor import Certificate, certificate
+
+
+@dataclass(frozen=True, eq=False)
+class BackendSetup:
+    """A backend's work on one H: its scaling, and the function that solves columns, in the library that it computes in."""
+
+    loaded: Loaded
+    scaling: Scaling
+    solve_chunk: SolveChunk
+    dtype: str
+    library: str
+
+
+class Shared:
+    """The certificate of a Hessian, the set-ups of backends, and inverse factors. Threads may share it; each thing is made once."""
+
+    def __init__(self, hessian: Hessian) -> None:
+        self.hessian = hessian
+        self._certificate: Certificate | None = None
+        self._setups: dict[tuple[str, str, str], BackendSetup] = {}
+        self._inverse_factors: dict[tuple[float, str], Array] = {}
+        self._definite: dict[tuple[float, str], bool] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def certificate(self) -> Certificate:
+        """See ``qprecon.proof.factor``: one float64 factorisation; without damping a few, until one holds."""
+        with self._lock:
+            if self._certificate is None:
+                with exact_float32(), self.fitting_threads(self.hessian.n_inputs):
+                    self._certificate = certificate(self.hessian)
+            return self._certificate
+
+    def setup(self, loaded: Loaded, dtype: str) -> BackendSetup:
+        """A backend's set-up, made once for its options and the dtype.
+
+        Raises:
+            BackendBrokenError: the backend fails at it. ValueError: it refuses this H.
+        """
+        key = (loaded.record.name, repr(loaded.options), dtype)
+        with self._lock:
+            if key not in self._setups:
+                self._setups[key] = _set_up(self.hessian, loaded, dtype)
+            kept = self._setups[key]
+        fresh = getattr(kept.solve_chunk, "fresh", None)  # one that learns from chunk to chunk begins anew in each solve
+        return replace(kept, solve_chunk=fresh()) if fresh else kept
+
+    def inverse_factor(self, damping: float, dtype: str) -> Array:
+        """U, upper triangular (N, N), with UᵀU = (H + λI)⁻¹ and λ = damping · mean(diag H), or 1 where H is 0.
+
+        Raises:
+            ValueError: H + λI is not positive definite in this dtype.
+        """
+        with self._lock:
+            if (damping, dtype) not in self._inverse_factors:
+                self._inverse_factors[damping, dtype] = _inverse_factor(self.ridged(damping, dtype), damping, dtype)
+            return self._inverse_factors[damping, dtype]
+
+    def ridged(self, damping: float, dtype: str) -> Array:
+        """H + λI, the matrix of ``inverse_factor``, as a new array."""
+        hessian_NN, number = self.hessian.hessian_NN, np.dtype(dtype).type  # λ is rounded as the sweeps' own arithmetic rounds it
+        mean = number(float(cast(hessian_NN.diagonal(), dtype).mean())) if len(hessian_NN) else number(0)
+        ridge = float(number(damping) * mean) if mean > 0 else 1.0
+        return add_to_diagonal(hessian_NN, ridge, dtype)
+
+    def is_definite(self, damping: float, dtype: str) -> bool:
+        """Whether ``ridged`` has a Cholesky factor, which is not kept; the answer is."""
+        key = (damping, dtype)
+        with self._lock:
+            if key not in self._definite:
+                with exact_float32():
+                    self._definite[key] = key in self._inverse_factors or cholesky(self.ridged(damping, dtype)) is not None
+            return self._definite[key]
+
+    def release(self, certificate: bool, setups: bool, inverse_factors: bool) -> None:
+        """Drop what was made."""
+        with self._lock:
+            if certificate:
+                self._certificate = None
+            if setups:
+                self._setups.clear()
+            if inverse_factors:
+                self._inverse_factors.clear()
+
+    def fitting_threads(self, n_columns: int) -> Any:
+        """See ``linalg.fitting_threads``."""
+        return fitting_threads(self.hessian.n_inputs, n_columns, self.hessian.place.library)
+
+
+def _set_up(hessian: Hessian, loaded: Loaded, dtype: str) -> BackendSetup:
+    capabilities = loaded.capabilities
+    scaling = layer_scaling(capabilities.scaling, hessian, dtype)
+    own = hessian.place.library
+    library = own if own in capabilities.libraries else capabilities.libraries[0]
+    ridge = hessian.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
+    system = System(to_library(scaling.hessian(hessian, dtype), library), ridge, hessian.samples)
+    try:
+        return BackendSetup(loaded, scaling, loaded.prepare(system, loaded.options), dtype, library)
+    except ValueError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise BackendBrokenError(f"backend {loaded.record.name!r} failed to set up: {error!r}") from error
+
+
+def _inverse_factor(ridged_NN: Array, damping: float, dtype: str) -> Array:
+    with exact_float32():
+        factor_NN = upper_inverse_factor(ridged_NN)
+    if factor_NN is None:
+        raise ValueError(
+            f"H of {len(ridged_NN)} inputs is not positive definite with damping {damping:g} in {dtype}; take a larger "
+            f"damping, for instance {max(10 * damping, 0.01):g}"
+        )
+    return factor_NN

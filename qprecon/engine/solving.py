@@ -1,0 +1,142 @@
+"""One solve: check what is asked for, choose what is left open, run, put the answer together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..arrays.interop import Array, cast, describe_device, from_core, synchronize
+from ..arrays.linalg import exact_float32
+from ..contract import registry
+from ..contract.interface import Backend
+from ..contract.options import as_number
+from ..errors import UnsupportedError
+from ..problem.column_qp import ColumnQP
+from ..problem.hessian import floating
+from ..solution import Provenance, Solution, Timing
+from . import choice
+from .rounds import Limits, Outcome, Task, improve, solve_in_chunks
+from .shared import Shared
+
+_LAST_RESORT = "cholesky"
+_FEW_LEFT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """How a problem is to be solved: the arguments of ``qprecon.solve`` that are not about the problem itself, checked."""
+
+    backend: str = "auto"
+    tol: float = 1e-4
+    max_iterations: int | None = None
+    time_limit: float | None = None
+    warm_start: Array | None = None
+    batch_size: int | None = None
+    dtype: str | None = None
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_numbers(self.tol, self.time_limit)
+        for name in ("max_iterations", "batch_size"):
+            object.__setattr__(self, name, _count(name, getattr(self, name)))
+        if self.backend == "auto":
+            registry.refuse_options_of_auto(self.backend_options)
+
+
+def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> Solution:
+    """Solve ``problem``, whose Hessian is that of ``shared``. ``started``: when the call began, in ``time.monotonic()`` seconds."""
+    dtype, why_dtype = choice.choose_dtype(problem, request.tol, request.dtype)
+    automatically = request.backend == "auto"
+    name, why_backend = choice.choose_backend(problem, dtype) if automatically else (request.backend, None)
+    loaded = registry.load(registry.find(name), dict(request.backend_options))
+    if why_dtype and dtype not in loaded.record.capabilities.dtypes:
+        dtype = loaded.record.capabilities.dtypes[-1]
+        why_dtype = f"{dtype}: backend {name!r} has no other"
+    problem = problem.with_rounded_bounds(dtype)
+    _check_capabilities(loaded.record, problem, dtype)
+    warm_NK = _check_warm_start(request.warm_start, problem, dtype)
+    chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
+    with exact_float32(), shared.fitting_threads(problem.n_columns):
+        task = Task(problem, shared.certificate, shared.setup(loaded, dtype))
+        deadline = None if request.time_limit is None else started + request.time_limit
+        limits = Limits(request.tol, request.max_iterations, deadline)
+        synchronize(problem.weights_NK)
+        setup_seconds = time.monotonic() - started
+        outcome = solve_in_chunks(task, limits, warm_NK, request.batch_size)
+        if automatically and name != _LAST_RESORT:
+            chosen |= _finish_exactly(shared, task, limits, outcome)
+    return _assemble(task, outcome, request, chosen, setup_seconds)
+
+
+def _finish_exactly(shared: Shared, task: Task, limits: Limits, outcome: Outcome) -> dict[str, Any]:
+    """With "auto": the few columns that the fast backend could not bring to ``tol`` go to a direct method."""
+    left = outcome.results.unfinished(limits.tol)
+    if not len(left) or len(left) > _FEW_LEFT or task.cert.factor_NN is None or task.problem.has_bounds or limits.expired:
+        return {}
+    exact = shared.setup(registry.load(registry.find(_LAST_RESORT), {}), task.backend.dtype)
+    improve(Task(task.problem, task.cert, exact), limits, outcome, left)
+    return {"finished by": f"{_LAST_RESORT}: {len(left)} columns"}
+
+
+def _assemble(task: Task, outcome: Outcome, request: Request, chosen: dict[str, Any], setup_seconds: float) -> Solution:
+    problem, backend, automatic = task.problem, task.backend, outcome.automatic
+    compile_seconds = float(automatic.pop("compile_seconds", 0.0))
+    return Solution(
+        weights=from_core(outcome.results.weights_NK, problem.place),
+        **outcome.results.by_name(),
+        tol=request.tol,
+        timing=Timing(setup_seconds, compile_seconds, outcome.solve_seconds - compile_seconds, outcome.audit_seconds),
+        provenance=Provenance(
+            backend=backend.loaded.record.name,
+            versions=choice.versions(backend.loaded.record),
+            device=describe_device(problem.weights_NK),
+            dtype=backend.dtype,
+            options=dict(request.backend_options),
+            automatic={**chosen, **automatic},
+        ),
+        problem=problem,
+    )
+
+
+def _count(name: str, value: Any) -> int | None:
+    """A positive whole number as an int, also where it is given as 1e3."""
+    if value is None:
+        return None
+    number = as_number(value, name, "a positive integer")
+    if not (number >= 1.0 and number.is_integer()):
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(number)
+
+
+def _check_numbers(tol: float, time_limit: float | None) -> None:
+    if not 0.0 < as_number(tol, "tol") < 1.0:
+        raise ValueError(f"tol must lie between 0 and 1, got {tol!r}")
+    if time_limit is not None and not as_number(time_limit, "time_limit") > 0.0:
+        raise ValueError(f"time_limit must be positive seconds, got {time_limit!r}")
+
+
+def _check_capabilities(record: Backend, problem: ColumnQP, dtype: str) -> None:
+    def refuse(what: str, able: Any) -> None:
+        names = [name for name, other in registry.backends().items() if able(other.capabilities)]
+        raise UnsupportedError(f"backend {record.name!r} cannot do {what}; these can: {', '.join(names) or 'none'}")
+
+    can, device = record.capabilities, problem.place.device_type
+    if problem.has_bounds and not can.bounds:
+        refuse("general bounds (lower, upper)", lambda c: c.bounds)
+    if problem.rhs_NK is not None and not can.linear:
+        refuse("an explicit rhs", lambda c: c.linear)
+    if dtype not in can.dtypes:
+        refuse(f"{dtype} arithmetic", lambda c: dtype in c.dtypes)
+    if device not in can.devices and "numpy" not in can.libraries:
+        refuse(f"arrays on {device!r}", lambda c: device in c.devices)
+
+
+def _check_warm_start(warm_start: Array | None, problem: ColumnQP, dtype: str) -> Array | None:
+    if warm_start is None:
+        return None
+    warm_NK = floating(warm_start, problem.place, "warm_start")
+    if tuple(warm_NK.shape) != tuple(problem.weights_NK.shape):
+        raise ValueError(f"warm_start has shape {tuple(warm_NK.shape)}, W has {tuple(problem.weights_NK.shape)}")
+    return cast(warm_NK, dtype)

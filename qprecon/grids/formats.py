@@ -1,0 +1,300 @@
+"""Grids that stored weights lie on: low-bit integers and floats with a scale for each column or group of inputs.
+
+A stored weight is unit · scale, where the unit is a code of the format: an integer, or a small float. A pruned weight is exactly 0.
+Values are what a reader of a compressed-tensors file computes: unit · scale, rounded to ``scale_dtype``, which scales have too.
+
+Formats: int8, int4, int3, int2 (symmetric, or with zero points), fp8 (E4M3 of the OCP 8-bit specification: 4 exponent bits, 3 of
+mantissa, largest 448), nvfp4 (E2M1 units in groups of 16 with E4M3 scales and one float32 scale a matrix), mxfp4 (E2M1 units in
+groups of 32 with powers of two as scales; OCP Microscaling formats 1.0), and the plain dtypes bf16 and fp16, which have no scale.
+
+Shapes: N inputs, K columns, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
+
+
+@dataclass(frozen=True)
+class SmallFloat:
+    """A floating format: mantissa bits after the leading one, the least exponent of a normal number, the largest value."""
+
+    mantissa: int
+    least_exponent: int
+    largest: float
+    torch_name: str = ""
+
+    def nearest(self, x: Array) -> Array:
+        """``x`` rounded to the format, ties to even, held within ±largest."""
+        xp = namespace(x)
+        if self.torch_name and kind_of(x) == "torch" and dtype_name(x) == "float32":  # torch rounds float64 twice
+            return x.clamp(-self.largest, self.largest).to(getattr(xp, self.torch_name)).to(x.dtype)
+        _, exponent = xp.frexp(x)  # |x| = m · 2^exponent with m in [½, 1)
+        step = xp.ldexp(xp.ones_like(x), xp.maximum(exponent - 1, xp.full_like(exponent, self.least_exponent)) - self.mantissa)
+        return ((x / step).round() * step).clip(-self.largest, self.largest)
+
+
+BF16 = SmallFloat(7, -126, 3.3895313892515355e38, "bfloat16")
+FP16 = SmallFloat(10, -14, 65504.0, "float16")
+E4M3 = SmallFloat(3, -6, 448.0, "float8_e4m3fn")
+E2M1 = SmallFloat(1, 0, 6.0)
+_DTYPES = {"bfloat16": BF16, "float16": FP16}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A format and how its scales are shared.
+
+    Attributes:
+        name: "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16" or "fp16".
+        bits: of a code. unit: the small float of the codes, or None for integers.
+        group_size: inputs that share a scale; None: one scale for a whole column.
+        symmetric: integers without zero points. The codes then run from −2^(bits−1) to 2^(bits−1) − 1.
+        scale: how a scale is stored: "dtype" (``scale_dtype``), "e4m3" (with one float32 scale for all, nvfp4), "power" (mxfp4) or
+            "none" (bf16, fp16).
+        scale_dtype: "float32", "bfloat16" or "float16": of scales and of the values that a reader computes.
+    """
+
+    name: str
+    bits: int
+    unit: SmallFloat | None = None
+    group_size: int | None = None
+    symmetric: bool = True
+    scale: str = "dtype"
+    scale_dtype: str = "float32"
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """Smallest and largest integer code."""
+        return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+
+    @property
+    def largest(self) -> float:
+        """The unit that the largest weight of a group is put on. Integers: the middle of the two ends' sizes, as is usual."""
+        if self.unit is not None:
+            return self.unit.largest
+        low, high = self.code_range
+        return (high - low) / 2
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there are scales."""
+        return self.scale != "none"
+
+    def groups(self, n: int) -> int:
+        """G for ``n`` inputs.
+
+        Raises:
+            ValueError: the group size does not divide n.
+        """
+        if self.group_size is None:
+            return 1
+        if n % self.group_size:
+            raise ValueError(f"{self.name} in groups of {self.group_size}: that does not divide {n} inputs")
+        return n // self.group_size
+
+    def bits_per_weight(self, n: int) -> float:
+        """Bits of a dense matrix of ``n`` inputs, scales and zero points counted."""
+        if not self.scaled:
+            return float(self.bits)
+        a_scale = {"dtype": 32 if self.scale_dtype == "float32" else 16, "e4m3": 8, "power": 8}[self.scale]
+        return self.bits + (a_scale + (0 if self.symmetric else self.bits)) * self.groups(n) / max(n, 1)
+
+
+_GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid("int8", 8),
+        Grid("int4", 4, group_size=128),
+        Grid("int3", 3, group_size=128),
+        Grid("int2", 2, group_size=128),
+        Grid("fp8", 8, E4M3),
+        Grid("nvfp4", 4, E2M1, group_size=16, scale="e4m3", scale_dtype="bfloat16"),  # the dtype in which files of it are read
+        Grid("mxfp4", 4, E2M1, group_size=32, scale="power", scale_dtype="bfloat16"),
+        Grid("bf16", 16, BF16, scale="none"),
+        Grid("fp16", 16, FP16, scale="none"),
+    )
+}
+_FIXED_GROUPS = ("nvfp4", "mxfp4", "bf16", "fp16")
+_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "fp8_e4m3": "fp8", "float8": "fp8"}
+
+
+def find_grid(
+    grid: str | Grid, *, group_size: int | None | str = "default", symmetric: bool = True, scale_dtype: str = "float32"
+) -> Grid:
+    """A grid by its name, with its own settings.
+
+    Args:
+        grid: a name, or a ``Grid``, which is returned as it is.
+        group_size: inputs that share a scale, or None for one scale a column; "default": 128 for int4, int3 and int2, one scale a
+            column for int8 and fp8. nvfp4 (16) and mxfp4 (32) have theirs by definition.
+        symmetric: False gives integers zero points.
+        scale_dtype: "float32", "bfloat16" or "float16".
+
+    Raises:
+        ValueError: an unknown name (the nearest is named), or settings that the format does not have.
+    """
+    if isinstance(grid, Grid):
+        return grid
+    name = _OTHER_NAMES.get(str(grid), str(grid))
+    if name not in _GRIDS:
+        near = difflib.get_close_matches(name, [*_GRIDS, *_OTHER_NAMES], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"unknown grid {grid!r}{hint} Known: {', '.join(_GRIDS)}")
+    found = _GRIDS[name]
+    if scale_dtype not in ("float32", *_DTYPES):
+        raise ValueError(f"scale_dtype must be 'float32', 'bfloat16' or 'float16', got {scale_dtype!r}")
+    if group_size != "default":
+        if name in _FIXED_GROUPS and group_size != found.group_size:
+            raise ValueError(f"group_size: {name} has {found.group_size or 'no'} inputs a scale by definition, got {group_size!r}")
+        if group_size is not None and not (isinstance(group_size, int) and not isinstance(group_size, bool) and group_size > 0):
+            raise ValueError(f"group_size must be a positive integer or None, got {group_size!r}")
+        found = replace(found, group_size=group_size)
+    if not symmetric and found.unit is not None:
+        raise ValueError(f"symmetric=False: {name} has no zero points; integers have")
+    if found.scale == "dtype":
+        found = replace(found, scale_dtype=scale_dtype, symmetric=symmetric)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """A grid with the scales of one matrix.
+
+    Attributes:
+        grid: the format.
+        scale_GK: scales, (G, K), exactly as stored (nvfp4: E4M3 values, not yet divided by ``whole``).
+        zero_GK: zero points as whole numbers, (G, K), or None.
+        whole: nvfp4's one float32 scale, which the E4M3 scales are divided by; 1.0 otherwise.
+    """
+
+    grid: Grid
+    scale_GK: Array
+    zero_GK: Array | None = None
+    whole: float = 1.0
+
+    def rows(self, rows: slice) -> Rows:
+        """The scales of some inputs, laid out row by row. The inputs must lie in whole groups, or within one."""
+        n, size = rows.stop - rows.start, self.grid.group_size
+        if size is None:
+            groups, repeat = slice(0, 1), n
+        else:
+            groups = slice(rows.start // size, -(-rows.stop // size))
+            repeat = min(size, n)
+        scale_BK = _repeated(self.scale_GK[groups], repeat)[:n]
+        zero_BK = None if self.zero_GK is None else _repeated(self.zero_GK[groups], repeat)[:n]
+        return Rows(self.grid, round_to_dtype(scale_BK / self.whole, "float32") if self.whole != 1.0 else scale_BK, zero_BK)
+
+    def nearest(self, w_NK: Array) -> Array:
+        """Each weight's nearest value on the grid, (N, K), in the dtype of ``w_NK``."""
+        if self.grid.unit is not None and not self.grid.scaled:
+            return self.grid.unit.nearest(w_NK)
+        return self.rows(slice(0, w_NK.shape[0])).nearest(w_NK)
+
+    def units(self, values_NK: Array) -> Array:
+        """The units (codes less the zero point) of values that lie on the grid, (N, K): unit · scale is the value."""
+        if not self.grid.scaled:
+            return values_NK
+        return self.rows(slice(0, values_NK.shape[0])).units(values_NK)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Scales (and zero points) of some inputs, (B, K)."""
+
+    grid: Grid
+    scale_BK: Array
+    zero_BK: Array | None = None
+
+    def units(self, w_BK: Array) -> Array:
+        """The nearest units of the weights."""
+        x_BK = w_BK / self.scale_BK
+        if self.grid.unit is not None:
+            return self.grid.unit.nearest(x_BK)
+        low, high = self.grid.code_range
+        if self.zero_BK is None:
+            return x_BK.round().clip(low, high)
+        return x_BK.round().clip(low - self.zero_BK, high - self.zero_BK)
+
+    def nearest(self, w_BK: Array) -> Array:
+        """The nearest values."""
+        return self.values(self.units(w_BK))
+
+    def values(self, units_BK: Array) -> Array:
+        """unit · scale, as a reader of the file computes it: in float32, then rounded."""
+        return round_to_dtype(round_to_dtype(units_BK * self.scale_BK, "float32"), self.grid.scale_dtype)
+
+    def part(self, some: Any) -> Rows:
+        """Some rows, chosen by a slice or by their numbers."""
+        return Rows(self.grid, self.scale_BK[some], None if self.zero_BK is None else self.zero_BK[some])
+
+
+def fit_scales(grid: Grid, w_NK: Array, shrink_GK: Array | float = 1.0) -> Fitted:
+    """Scales from the largest weights of each group, times ``shrink_GK``.
+
+    Args:
+        grid: the format.
+        w_NK: weights, (N, K), 0 where pruned.
+        shrink_GK: factor on the largest weight, a number or (G, K): small ones clip large weights and place the others more finely.
+    """
+    n, k = w_NK.shape
+    if not grid.scaled:
+        return Fitted(grid, w_NK[:0])
+    xp, groups, zero_GK = namespace(w_NK), grid.groups(n), None
+    by_group = w_NK.reshape(groups, n // groups, k) if n else w_NK.reshape(groups, 0, k)
+    if n == 0:
+        return Fitted(grid, xp.ones_like(by_group.sum(1)))
+    if grid.symmetric:
+        scale_GK = abs(by_group).max(1) if xp.__name__ == "numpy" else by_group.abs().amax(1)
+        scale_GK = scale_GK * shrink_GK / grid.largest
+    else:
+        low, high = grid.code_range
+        least, most = (by_group.min(1), by_group.max(1)) if xp.__name__ == "numpy" else (by_group.amin(1), by_group.amax(1))
+        least, most = least.clip(None, 0) * shrink_GK, most.clip(0, None) * shrink_GK
+        scale_GK = (most - least) / (high - low)
+        positive_GK = xp.where(scale_GK > 0, scale_GK, xp.ones_like(scale_GK))
+        zero_GK = (low - least / positive_GK).round().clip(low, high)
+    scale_GK, whole = stored_scales(grid, scale_GK)
+    return Fitted(grid, scale_GK, zero_GK, whole)
+
+
+def stored_scales(grid: Grid, scale_GK: Array, whole: float | None = None) -> tuple[Array, float]:
+    """Scales as a file holds them, (G, K), and nvfp4's scale for all of them, which is made of the largest unless given.
+
+    A scale that is 0, or too small for its dtype, becomes 1: all weights of its group are then 0.
+    """
+    xp = namespace(scale_GK)
+    if grid.scale == "e4m3":
+        most = float(scale_GK.max()) if scale_GK.shape[1] else 0.0
+        if whole is None:
+            whole = float(E4M3.largest / most) if most > 0 else 1.0
+        scale_GK = E4M3.nearest(scale_GK * whole)
+    elif grid.scale == "power":
+        scale_GK = _nearest_power(scale_GK)
+    else:
+        scale_GK = round_to_dtype(scale_GK, grid.scale_dtype)
+    return xp.where(scale_GK > 0, scale_GK, xp.ones_like(scale_GK)), whole or 1.0
+
+
+def round_to_dtype(x: Array, name: str) -> Array:
+    """``x`` rounded to the dtype called ``name``, in its own dtype."""
+    if name == "float32":
+        return x if dtype_name(x) == "float32" else cast(cast(x, "float32"), dtype_name(x))
+    return _DTYPES[name].nearest(x)
+
+
+def _nearest_power(x: Array) -> Array:
+    """The power of two nearest to each positive number, in the logarithm; 0 stays 0."""
+    xp = namespace(x)
+    mantissa, exponent = xp.frexp(x)
+    exponent = exponent - xp.where(mantissa < 2.0**-0.5, xp.ones_like(exponent), xp.zeros_like(exponent))
+    return xp.where(x > 0, xp.ldexp(xp.ones_like(x), exponent), xp.zeros_like(x))
+
+
+def _repeated(x_GK: Array, times: int) -> Any:
+    xp = namespace(x_GK)
+    return xp.repeat(x_GK, times, axis=0) if xp.__name__ == "numpy" else x_GK.repeat_interleave(times, dim=0)

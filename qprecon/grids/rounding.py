@@ -1,0 +1,253 @@
+"""Weights on a grid that cost as little as possible, for a mask and a layer's H.
+
+With A = H + λI and b the right-hand side (λw included), f(q) = qᵀAq − 2bᵀq is to be made small over q on a grid, 0 where pruned.
+Nobody knows the least value for sure; what is done here never makes f larger:
+
+- ``descend``: coordinate descent. The best value of one weight, the others fixed, is the grid's nearest to q_i + r_i / A_ii with
+  r = b − Aq, since f is a parabola in q_i. Inputs are visited in order, all columns at once, in blocks of inputs: within a block r
+  is kept up to date for the block's own rows, after it for all rows by one product. A sweep costs one product with A.
+- ``feedback``: the sweep of GPTQ (Frantar et al., arXiv 2210.17323) with the mask held: each input is rounded, and the later ones
+  take over its error through the inverse factor. Not monotone in f; the better place to start the descent from.
+- ``search_scales``: which share of a group's largest weight its scale stands for, by the error weighted with diag A.
+- ``refit_scales``: for fixed codes f is a parabola in each scale as well: its vertex, group by group, where that makes f smaller.
+
+Shapes: N inputs, K columns, G groups of inputs, B inputs of a block.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..arrays import sweep
+from ..arrays.halves import Halves, has_fast_halves, multiply
+from ..arrays.interop import Array, dtype_name, kind_of, namespace
+from ..arrays.linalg import subtract_product
+from .formats import Fitted, Grid, Rows, fit_scales, round_to_dtype, stored_scales
+
+Product = Callable[[slice, Array], Array]
+
+BLOCK = 64  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
+_PANEL = 8  # blocks between two updates of all of r
+_SHRINKS = 25
+_LEAST_SHRINK = 0.4
+
+
+def fast_product(a_NN: Array) -> Product:
+    """A[:, columns]·x: on a GPU from float16 halves (``arrays.halves``) of A scaled to a unit diagonal, else in A's own dtype."""
+    if kind_of(a_NN) != "torch" or dtype_name(a_NN) != "float32" or not has_fast_halves(a_NN):
+        return lambda columns, x: a_NN[:, columns] @ x
+    root_N1 = a_NN.diagonal().sqrt()[:, None]
+    root_N1 = namespace(a_NN).where(root_N1 > 0, root_N1, 1.0)
+    halves = Halves.of(a_NN / root_N1 / root_N1.T, used_up=True)
+    return lambda columns, x: multiply(halves[:, columns], Halves.of(root_N1[columns] * x, used_up=True)).mul_(root_N1)
+
+
+def descend(
+    a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array, mask_NK: Array, sweeps: int = 3, product: Product | None = None
+) -> tuple[Array, Array]:
+    """Coordinate descent on the grid from ``q_NK``; returns q and r = b − Aq, new arrays.
+
+    Args:
+        a_NN: A, in the dtype to work in.
+        fitted: the grid and its scales.
+        q_NK: where to start, on the grid, 0 where pruned.
+        r_NK: b − Aq.
+        mask_NK: True = kept.
+        sweeps: passes over the inputs at most; it ends early when a pass changes nothing.
+        product: `product(columns, x)` is A[:, columns]·x; see ``fast_product``.
+    """
+    q_NK, r_NK, mask_NK, n = _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
+    blocks, product = _blocks(fitted.grid, n), product or (lambda columns, x: a_NN[:, columns] @ x)
+    block = _kernel(q_NK, "descend_block") or _descend_block
+    for _ in range(sweeps):
+        moved = q_NK[:0].sum()
+        # r is updated within a panel of some blocks after each, and everywhere after a panel: each update reads and writes r
+        for panel in (blocks[first : first + _PANEL] for first in range(0, len(blocks), _PANEL)):
+            start, stop = panel[0].start, panel[-1].stop
+            panel_rows = slice(start, stop)
+            before_PK, local_PK = _copy(q_NK[start:stop]), _copy(r_NK[start:stop])
+            for rows in panel:
+                inside = slice(rows.start - start, rows.stop - start)
+                change_BK = block(a_NN[rows, rows], _rows_of(fitted, rows), q_NK[rows], local_PK[inside], mask_NK[rows])
+                q_NK[rows] += change_BK
+                if rows.stop < stop:
+                    local_PK[inside.stop :] -= a_NN[rows.stop : stop, rows] @ change_BK
+            change_PK = q_NK[start:stop] - before_PK
+            r_NK -= product(panel_rows, change_PK)
+            moved = moved + abs(change_PK).sum()
+        if not bool(moved > 0):
+            break
+    return q_NK, r_NK
+
+
+def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK: Array) -> Array:
+    """What the weights of a block change by."""
+    xp = namespace(q_BK)
+    r_BK, change_BK = _copy(r_BK), xp.zeros_like(q_BK)
+    curvature_B = a_BB.diagonal()
+    for i in range(len(q_BK)):
+        curvature = curvature_B[i]
+        free_K = mask_BK[i] & (curvature > 0)
+        q_1K = q_BK[i : i + 1]
+        aim_1K = q_1K + r_BK[i : i + 1] / xp.where(curvature > 0, curvature, xp.ones_like(curvature))
+        step_K = (scales.part(slice(i, i + 1)).nearest(aim_1K) - q_1K)[0]
+        falls_K = step_K * (step_K * curvature - 2.0 * r_BK[i]) < 0  # rounding could otherwise move a weight for nothing
+        step_K = xp.where(free_K & falls_K, step_K, xp.zeros_like(step_K))
+        change_BK[i] = step_K
+        if i + 1 < len(q_BK):
+            r_BK[i + 1 :] -= a_BB[i + 1 :, i : i + 1] * step_K[None, :]
+    return change_BK
+
+
+def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array, order_N: Array | None = None) -> Array:
+    """GPTQ's sweep with the mask held: q on the grid, (N, K).
+
+    From the minimiser of f without a mask, A⁻¹b (the dense weights for the default right-hand side), it is the published one, which
+    also makes up for what the mask took. From the best weights of the mask it makes up for the grid alone, and costs far less.
+
+    Args:
+        factor_NN: U, upper triangular, with UᵀU = A⁻¹; with an order, that of A with its inputs in this order.
+        fitted: the grid and its scales.
+        w_NK: where the sweep begins.
+        mask_NK: True = kept.
+        order_N: the numbers of the inputs in the order of the sweep; unless given, as they are. Groups stay what they are.
+    """
+    n, scales = len(w_NK), _rows_of(fitted, slice(0, len(w_NK)))
+    if order_N is not None:
+        w_NK, mask_NK, scales = w_NK[order_N], mask_NK[order_N], scales.part(order_N)
+    rest_NK, mask_NK, q_NK = _copy(w_NK), _in_rows(mask_NK), namespace(w_NK).zeros_like(w_NK)
+    block = _kernel(rest_NK, "feedback_block") or _feedback_block
+    for rows in sweep.blocks_of(n, BLOCK):
+        q_NK[rows], error_BK = block(factor_NN[rows, rows], scales.part(rows), rest_NK[rows], mask_NK[rows])
+        if rows.stop < n:
+            subtract_product(rest_NK[rows.stop :], factor_NN[rows, rows.stop :].T, error_BK)
+    if order_N is None:
+        return q_NK
+    back_NK = namespace(q_NK).zeros_like(q_NK)
+    back_NK[order_N] = q_NK
+    return back_NK
+
+
+def _feedback_block(factor_BB: Array, scales: Rows, rest_BK: Array, mask_BK: Array) -> tuple[Array, Array]:
+    """The block's weights on the grid, and what they were changed by over U_ii, both (B, K)."""
+    xp, q_BK = namespace(rest_BK), namespace(rest_BK).zeros_like(rest_BK)
+
+    def project(row_K: Array, i: int) -> Array:
+        q_BK[i] = xp.where(mask_BK[i], scales.part(slice(i, i + 1)).nearest(row_K[None, :])[0], xp.zeros_like(row_K))
+        return q_BK[i]
+
+    return q_BK, sweep.within(_copy(rest_BK), factor_BB, sweep.error_of(project, factor_BB))
+
+
+def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
+    """The best of 25 shares of each group's largest weight, by Σ weight_i (w_i − q_i)², for ``w_NK`` with its zeros."""
+    fitted = fit_scales(grid, w_NK)
+    if not grid.scaled or not w_NK.shape[0]:
+        return fitted
+    xp, best_GK, (n, k), groups = namespace(w_NK), None, w_NK.shape, grid.groups(len(w_NK))
+    w_GBK, weight_GB1 = w_NK.reshape(groups, n // groups, k), weight_N.reshape(groups, n // groups, 1)
+    for step in range(_SHRINKS):
+        tried = fit_scales(grid, w_NK, 1.0 - step * (1.0 - _LEAST_SHRINK) / (_SHRINKS - 1))
+        if grid.scale == "e4m3":  # one float32 scale for all: that of the largest weights
+            tried = replace(tried, scale_GK=stored_scales(grid, tried.scale_GK / tried.whole, fitted.whole)[0], whole=fitted.whole)
+        error_GK = (weight_GB1 * (w_GBK - _by_group(tried).nearest(w_GBK)) ** 2).sum(1)
+        if best_GK is None:
+            best_GK, fitted = error_GK, tried
+            continue
+        better_GK = error_GK < best_GK
+        best_GK = xp.where(better_GK, error_GK, best_GK)
+        zero_GK = None if grid.symmetric else xp.where(better_GK, tried.zero_GK, fitted.zero_GK)
+        fitted = replace(fitted, scale_GK=xp.where(better_GK, tried.scale_GK, fitted.scale_GK), zero_GK=zero_GK)
+    return fitted
+
+
+def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple[Fitted, Array, Array]:
+    """Each scale at the vertex of its parabola, the codes and the other scales fixed; returns scales, q and r.
+
+    A column whose f would not fall, because a scale is rounded as it is stored, keeps its scale.
+    """
+    grid = fitted.grid
+    if not grid.scaled or grid.scale == "power" or not len(q_NK):
+        return fitted, q_NK, r_NK
+    xp = namespace(q_NK)
+    q_NK, r_NK, scale_GK = _copy(q_NK), _copy(r_NK), _copy(fitted.scale_GK)
+    n, groups = len(q_NK), grid.groups(len(q_NK))
+    for g in range(groups):
+        rows = slice(g * (n // groups), (g + 1) * (n // groups))
+        units_BK, a_BB = fitted.rows(rows).units(q_NK[rows]), a_NN[rows, rows]
+        curvature_K = (units_BK * (a_BB @ units_BK)).sum(0)
+        usable_K = curvature_K > 0
+        shift_K = (units_BK * r_NK[rows]).sum(0) / xp.where(usable_K, curvature_K, xp.ones_like(curvature_K))
+        wanted_1K = (scale_GK[g] / fitted.whole + shift_K)[None, :]
+        wanted_1K = xp.where(usable_K[None, :] & (wanted_1K > 0), wanted_1K, scale_GK[g : g + 1] / fitted.whole)
+        new_1K = stored_scales(grid, wanted_1K, fitted.whole)[0]
+        values_BK = Rows(grid, new_1K / fitted.whole).values(units_BK)
+        change_BK = values_BK - q_NK[rows]
+        falls_K = (change_BK * (a_BB @ change_BK - 2.0 * r_NK[rows])).sum(0) < 0
+        change_BK = xp.where(falls_K[None, :], change_BK, xp.zeros_like(change_BK))
+        scale_GK[g] = xp.where(falls_K, new_1K[0], scale_GK[g])
+        q_NK[rows] += change_BK
+        r_NK -= a_NN[:, rows] @ change_BK
+    return replace(fitted, scale_GK=scale_GK), q_NK, r_NK
+
+
+def _kernel(q_NK: Array, name: str) -> Any:
+    """A block's descent or sweep as one kernel, for float32 on a GPU with Triton; None elsewhere."""
+    if kind_of(q_NK) != "torch" or q_NK.device.type != "cuda" or dtype_name(q_NK) != "float32":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import kernels
+
+    return getattr(kernels, name)
+
+
+def _blocks(grid: Grid, n: int) -> list[slice]:
+    """Blocks of inputs, whole groups or parts of one."""
+    size = grid.group_size
+    step = BLOCK if size is None else max(1, BLOCK // size) * size if size <= BLOCK else _divisor(size)
+    return [slice(first, min(first + step, n)) for first in range(0, n, step)]
+
+
+def _divisor(size: int) -> int:
+    """The largest divisor of a group's size that a block may have."""
+    return max(step for step in range(1, BLOCK + 1) if size % step == 0)
+
+
+def _rows_of(fitted: Fitted, rows: slice) -> Rows:
+    """The scales of a block of inputs; formats without scales have 1."""
+    if fitted.grid.scaled:
+        return fitted.rows(rows)
+    return _Unscaled(fitted.grid)
+
+
+class _Unscaled(Rows):
+    """bf16 and fp16: the value is the unit."""
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(grid, None)
+
+    def nearest(self, w_BK: Array) -> Array:
+        return w_BK if self.grid.unit is None else self.grid.unit.nearest(w_BK)
+
+    def part(self, some: Any) -> Rows:
+        return self
+
+
+def _by_group(fitted: Fitted) -> Rows:
+    """The scales against weights laid out by groups, (G, B, K)."""
+    zero_G1K = None if fitted.zero_GK is None else fitted.zero_GK[:, None, :]
+    scale_GK = fitted.scale_GK if fitted.whole == 1.0 else round_to_dtype(fitted.scale_GK / fitted.whole, "float32")
+    return Rows(fitted.grid, scale_GK[:, None, :], zero_G1K)
+
+
+def _copy(x: Array) -> Array:
+    """A copy, row by row in memory."""
+    return x.copy() if kind_of(x) == "numpy" else x.clone(memory_format=namespace(x).contiguous_format)
+
+
+def _in_rows(x: Array) -> Array:
+    return x if kind_of(x) == "numpy" else x.contiguous()

@@ -1,0 +1,1 @@
+"""What is asked: H, the problem of the columns, its two forms."""

@@ -1,0 +1,150 @@
+"""H and its damping: what every problem with the same inputs shares, checked once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays.interop import Array, Place, cast, dtype_name, from_core, namespace, to_core
+from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
+from ..contract.options import as_number, is_whole
+
+ENTRY = 128.0
+"""An H summed in float32 is off by at most ``ENTRY`` · 2⁻²⁴ · √(H_ii H_jj) in entry (i, j), one in float64 by 2⁻⁵³ of the same.
+On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/proof/test_certificate.py). An H100's
+tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens in batches of 2048
+(tests/contract/test_gpu.py). They lose more in longer batches, as sums are cut off towards zero: 371 was seen for a product of 5000
+rows (an H200). So `qprecon.data.sums` makes small H from shorter products; large ones from batches of 8192 were not measured."""
+
+_NOT_SEMIDEFINITE = (
+    "H itself is not positive semidefinite, beyond what summing in float32 explains; only the damping makes it so. "
+    "It is no Gram matrix, or one in too few bits: accumulate XᵀX in float32 or better"
+)
+_PANEL = 4096  # rows
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, eq=False)
+class Hessian:
+    """A = H + λI with λ = damping · mean(diag H), as an array of the core's library.
+
+    Args:
+        hessian_NN: H = XᵀX, (N, N), symmetric positive semidefinite; undamped.
+        damping: δ ≥ 0.
+        place: where problems with it are solved.
+        samples: how many rows X has, None if that is not known.
+
+    Raises:
+        ValueError: H not square, not finite, not symmetric or with a negative diagonal; damping negative; no whole number of
+            samples.
+    """
+
+    hessian_NN: Array
+    damping: float
+    place: Place
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
+        put("hessian_NN", _checked(floating(self.hessian_NN, self.place, "H")))
+        put("damping", check_damping(self.damping))
+        if self.samples is not None and not (is_whole(self.samples) and self.samples >= 0):
+            raise ValueError(f"samples must be the number of rows of X, got {self.samples!r}")
+
+    @property
+    def n_inputs(self) -> int:
+        """N."""
+        return int(self.hessian_NN.shape[0])
+
+    @functools.cached_property  # one look at the device
+    def ridge(self) -> float:
+        """λ, in the units of H."""
+        return self.damping * mean_diagonal(self.hessian_NN)
+
+    @functools.cached_property
+    def is_gram(self) -> bool:
+        """Whether H itself, without its damping, has no negative eigenvalue that summing in float32 does not explain.
+
+        Not a proof: it is told by a factorisation in H's own dtype, which in float32 is quick, and far better than what is asked.
+        """
+        h_NN, n = self.hessian_NN, self.n_inputs
+        diagonal_N = h_NN.diagonal()
+        dead_N = diagonal_N == 0
+        if bool((h_NN[dead_N] != 0).any()):
+            return False
+        mean = float(power_of_two(np.asarray(mean_diagonal(h_NN))))
+        more_N = n * ENTRY * 2.0**-24 * diagonal_N / mean + cast(dead_N, dtype_name(diagonal_N))
+        with exact_float32():
+            return n == 0 or cholesky(add_to_diagonal(h_NN / mean, more_N)) is not None
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What to know of H beside the certificates, in words: whether only the damping makes it positive semidefinite."""
+        return () if self.damping == 0.0 or self.is_gram else (_NOT_SEMIDEFINITE,)
+
+    def at(self, place: Place) -> Hessian:
+        """The same where problems of another array library or device are solved; itself if that is here."""
+        return self if place == self.place else replace(self, hessian_NN=from_core(self.hessian_NN, self.place), place=place)
+
+    def damped(self, dtype: str) -> Array:
+        """A as a new (N, N) array of the given dtype."""
+        return add_to_diagonal(self.hessian_NN, self.ridge, dtype)
+
+    def damped_product(self, x_NK: Array) -> Array:
+        """A·x in float64 for a float64 x."""
+        return self.product(x_NK) + self.ridge * x_NK
+
+    def product(self, x_NK: Array) -> Array:
+        """H·x in float64; H is widened by panels of rows, so that no float64 copy of it is kept."""
+        out_NK = namespace(x_NK).empty_like(x_NK)
+        for first in range(0, self.n_inputs, _PANEL):
+            rows = slice(first, min(first + _PANEL, self.n_inputs))
+            out_NK[rows] = cast(self.hessian_NN[rows], "float64") @ x_NK
+        return out_NK
+
+
+def mean_diagonal(hessian_NN: Array) -> float:
+    """Mean of the diagonal in float64; 0 for an empty matrix."""
+    n = hessian_NN.shape[0]
+    return float(cast(hessian_NN.diagonal(), "float64").sum()) / n if n else 0.0
+
+
+def floating(x: Any, place: Place, name: str) -> Array:
+    """An argument as a core array of floats; ValueError, naming it, if it holds no real numbers or is sparse."""
+    x = to_core(x, place, name)
+    kind = dtype_name(x)
+    if kind in _FLOATS:
+        return x
+    if kind.startswith(("float", "int", "uint")):
+        return cast(x, "float64")
+    raise ValueError(f"{name} must be a real floating array, got dtype {kind}")
+
+
+def _checked(hessian_NN: Array) -> Array:
+    if hessian_NN.ndim != 2 or hessian_NN.shape[0] != hessian_NN.shape[1]:
+        raise ValueError(f"H must be square, got shape {tuple(hessian_NN.shape)}")
+    if dtype_name(hessian_NN) in ("float16", "bfloat16"):
+        hessian_NN = cast(hessian_NN, "float32")
+    xp = namespace(hessian_NN)
+    if not bool(xp.isfinite(hessian_NN).all()):
+        raise ValueError("H holds NaN or Inf: look for non-finite activations in the calibration data")
+    if hessian_NN.shape[0] == 0:
+        return hessian_NN
+    diagonal_N = hessian_NN.diagonal()
+    if bool((diagonal_N < 0).any()):
+        raise ValueError(f"H has a negative diagonal entry (input {int(diagonal_N.argmin())}): it is no Gram matrix")
+    skew = float(abs(hessian_NN - hessian_NN.T).max())
+    if skew > 1e-3 * float(diagonal_N.max()):
+        raise ValueError(f"H is not symmetric (largest difference {skew:.3g})")
+    return hessian_NN if skew == 0.0 else 0.5 * (hessian_NN + hessian_NN.T)
+
+
+def check_damping(damping: Any) -> float:
+    """δ as a float; ValueError unless it is finite and not negative."""
+    value = as_number(damping, "damping")
+    if not (np.isfinite(value) and value >= 0.0):
+        raise ValueError(f"damping must be finite and not negative, got {damping!r}")
+    return value

@@ -1,0 +1,103 @@
+"""Scaling, once, for every backend: absolute tolerances mean nothing before it (see docs/mathematics.md).
+
+Every factor is a power of two, so that scaling and unscaling round nothing. H is divided by its mean diagonal, or made nearly
+unit-diagonal (Jacobi) for the backends that ask for it; each column is divided by the square root of its start's objective. A
+dead input (zero diagonal) and a column whose objective is zero keep the factor 1. "none" leaves everything as it is, to
+show what that costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays.interop import Array, cast, dtype_name, like, to_numpy
+from ..arrays.linalg import add_to_diagonal, power_of_two
+from .hessian import Hessian
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """A layer's scaling: H' = S H S / h, with the input factors S as an (N, 1) float64 core array and their least and largest."""
+
+    hessian_scale: float
+    input_N1: Array
+    input_range: tuple[float, float] = (1.0, 1.0)
+    scale_columns: bool = True
+
+    def hessian(self, hessian: Hessian, dtype: str) -> Array:
+        """S (H + λI) S / h in the given dtype. H is scaled before it is rounded: its numbers may lie outside the dtype's range."""
+        wider = "float64" if "float64" in (dtype, dtype_name(hessian.hessian_NN)) else "float32"
+        s_N1 = cast(self.input_N1, wider)
+        scaled_NN = cast(hessian.hessian_NN, wider) * (s_N1 / self.hessian_scale) * s_N1[:, 0][None, :]
+        ridge_N = hessian.ridge / self.hessian_scale * self.input_N1[:, 0] ** 2
+        return add_to_diagonal(cast(scaled_NN, dtype), cast(ridge_N, dtype))
+
+    def columns(self, energy_K: np.ndarray) -> ColumnScaling:
+        """Add the factors t of some columns, from the objective scale of each, (K,), in the units of the problem."""
+        factor_K = np.ones(len(energy_K))
+        if self.scale_columns:
+            factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
+        least, largest = (float(x) for x in (factor_K.min(initial=1.0), factor_K.max(initial=1.0)))
+        total = (self.input_range[0] * least, self.input_range[1] * largest)
+        return ColumnScaling(self, like(factor_K, self.input_N1)[None, :], total)
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnScaling:
+    """w' = S⁻¹ w / t and g' = S g / (h t); objectives shrink by h t². ``factor_range`` holds all factors S t."""
+
+    layer: Scaling
+    column_1K: Array
+    factor_range: tuple[float, float]
+
+    def weights(self, w_NK: Array) -> Array:
+        """w, or a bound on it, to w'."""
+        wide = self._wide(w_NK)
+        return cast(cast(w_NK, wide) / self._factor(wide), dtype_name(w_NK))
+
+    def unscale_weights(self, w_NK: Array) -> Array:
+        """w' back to w."""
+        wide = self._wide(w_NK)
+        return cast(cast(w_NK, wide) * self._factor(wide), dtype_name(w_NK))
+
+    def linear(self, g_NK: Array) -> Array:
+        """g to g'."""
+        dtype = dtype_name(g_NK)
+        input_N1 = cast(self.layer.input_N1 / self.layer.hessian_scale, dtype)
+        return g_NK * input_N1 / cast(self.column_1K, dtype)
+
+    def residual(self, rho_NK: Array, unit: float) -> Array:
+        """A residual that is given in units of ``unit`` to the scaled problem's: no number on the way leaves the dtype's range."""
+        dtype = dtype_name(rho_NK)
+        return rho_NK * cast(self.layer.input_N1 * (unit / self.layer.hessian_scale), dtype) / cast(self.column_1K, dtype)
+
+    def objective(self, f_K: Array) -> Array:
+        """An objective (or a difference of two), (K,) float64, to the scaled problem's."""
+        return f_K / (self.layer.hessian_scale * self.column_1K[0] ** 2)
+
+    def _wide(self, w_NK: Array) -> str:
+        """The dtype to scale weights in: their own, or float64 where a factor is not among its normal numbers."""
+        numbers = np.finfo(dtype_name(w_NK))
+        return dtype_name(w_NK) if numbers.tiny <= self.factor_range[0] and self.factor_range[1] <= numbers.max else "float64"
+
+    def _factor(self, dtype: str) -> Array:
+        return cast(self.layer.input_N1, dtype) * cast(self.column_1K, dtype)
+
+
+def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:
+    """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none". ValueError for an H beyond the dtype's normal numbers."""
+    core_N = cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge
+    diagonal_N = to_numpy(core_N)
+    live_N = diagonal_N > 0
+    mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() and kind != "none" else 1.0
+    if mean < float(np.finfo(dtype).tiny):
+        raise ValueError(f"H is too small for {dtype}: its mean diagonal is about {mean:.1e}; scale it up")
+    if kind == "none" and not diagonal_N.max(initial=0.0) < float(np.finfo(dtype).max):
+        raise ValueError(f"H is too large for {dtype}, and this backend takes it unscaled; scale it down or use dtype='float64'")
+    input_N = np.ones_like(diagonal_N)
+    if kind == "jacobi":
+        input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))
+    input_range = (float(input_N.min(initial=1.0)), float(input_N.max(initial=1.0)))
+    return Scaling(mean, like(input_N, core_N)[:, None], input_range, scale_columns=kind != "none")

@@ -1,0 +1,294 @@
+"""The audit: what the core knows of an answer, whoever gave it. Everything here is float64 and of the damped problem.
+
+With A = H + λI, Δ = ŵ − w and ρ = g − AΔ (minus half the gradient of the objective ΔᵀAΔ − 2gᵀΔ), weak duality gives for
+**any** split ρ = y + s with y supported on entries that have a bound on the side ρ pushes to,
+
+    f(ŵ) − f* ≤ sᵀA⁻¹s + 2 Σ [y⁺(u − ŵ) + y⁻(ŵ − l)].
+
+On fixed (pruned) entries y = ρ costs nothing; on free entries s = ρ. One Cholesky factor of a layer serves all its columns, since
+(A_II)⁻¹ ⪯ (A⁻¹)_II: the first term is at most ‖L⁻¹s‖².
+
+Rounding is counted. Where A is positive semidefinite |A_ij| ≤ √(A_ii A_jj), so that entry i of a computed AΔ is off by at most
+γ √A_ii m with m = Σ √A_jj |Δ_j|, the column's mass, and f by 2γm². In the norm of A⁻¹ such an error is at most γ m √condition
+(`certificate`), and so is the triangular solve's, with ‖L⁻¹s‖ in the place of m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.interop import Array, cast, like, namespace, to_numpy
+from ..arrays.linalg import column_dots, column_norms, masked, solve_lower
+from ..problem.column_qp import ColumnQP
+from .factor import Certificate, gamma, own_factor
+
+FLOOR = 1e-6
+"""Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing
+(f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
+
+_TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
+_NEGLIGIBLE = 1e-9
+_PIECE = 2**24  # entries audited at a time; the float64 temporaries take some 80 bytes for each
+_PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
+_FIGURES = ("objective", "gap_bound", "stationarity", "violation", "value", "rounding", "mass")
+
+
+@dataclass(frozen=True, eq=False)
+class Figures:
+    """Figures of each column, (K,) float64 numpy.
+
+    Attributes:
+        objective, gap_bound, stationarity, violation: see ``Solution``; stationarity is not yet relative.
+        value: f without the constant that an explicit rhs has.
+        rounding: bound on the error of ``value``.
+        mass: Σ √A_ii |Δ_i|, what rounding errors are measured in.
+        rho_NK: ρ = g − AΔ, (N, K), in units of ``Certificate.unit``, rounded from float64 to the dtype of the weights audited.
+    """
+
+    objective: np.ndarray
+    gap_bound: np.ndarray
+    stationarity: np.ndarray
+    violation: np.ndarray
+    value: np.ndarray
+    rounding: np.ndarray
+    mass: np.ndarray
+    rho_NK: Array
+
+    def take(self, local: np.ndarray, some: Any) -> Figures:
+        """The figures of some columns, given as numpy indices and as an index of ``rho_NK``'s library."""
+        return Figures(**{name: getattr(self, name)[local] for name in _FIGURES}, rho_NK=self.rho_NK[:, some])
+
+    def where(self, mine_K: np.ndarray, other: Figures) -> Figures:
+        """These figures where ``mine_K``, the other's elsewhere."""
+        xp = namespace(self.rho_NK)
+        return Figures(
+            **{name: np.where(mine_K, getattr(self, name), getattr(other, name)) for name in _FIGURES},
+            rho_NK=xp.where(like(mine_K, self.rho_NK)[None, :], self.rho_NK, other.rho_NK),
+        )
+
+    def copy(self) -> Figures:
+        """One whose columns can be overwritten."""
+        return Figures(**{name: getattr(self, name).copy() for name in _FIGURES}, rho_NK=self.rho_NK + 0)
+
+    def put(self, local: np.ndarray, some: Any, fresh: Figures) -> None:
+        """Write the figures of some columns to their places."""
+        for name in _FIGURES:
+            getattr(self, name)[local] = getattr(fresh, name)
+        self.rho_NK[:, some] = fresh.rho_NK
+
+
+def audit(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None), *, certify: bool = True
+) -> Figures:
+    """Figures ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``.
+
+    Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite.
+    """
+    n, k = weights_NK.shape
+    width = max(1, _PIECE // max(n, 1))
+    pieces = [slice(first, min(first + width, k)) for first in range(0, k, width)] or [slice(0, 0)]
+    rho_NK = namespace(weights_NK).empty_like(weights_NK)
+    figures = [
+        _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify) for piece in pieces
+    ]
+    joined = (np.concatenate(parts) for parts in zip(*figures, strict=True))
+    return Figures(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
+
+
+def _part(columns: Any, piece: slice, k: int) -> Any:
+    """The problem's columns that a piece of the chosen ones stands for."""
+    if isinstance(columns, slice):
+        first = columns.start or 0
+        return slice(first + piece.start, first + piece.stop)
+    return columns[piece]
+
+
+def _audit_piece(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool
+) -> tuple[np.ndarray, ...]:
+    w_NK = cast(problem.weights_NK[:, columns], "float64")
+    new_NK = cast(weights_NK, "float64")
+    mask_NK = problem.mask_NK[:, columns]
+    back_NK = w_NK - new_NK  # −Δ
+    g_NK = problem.linear("float64", columns)
+    rho_NK = problem.damped_product(back_NK)
+    error = gamma(problem.n_inputs)
+    value_K, size_NK, constant_K = column_dots(back_NK, rho_NK), abs(back_NK), 0.0
+    mass_K = cert.root_N @ size_NK
+    reach_K, rounding_K = mass_K, 2.0 * error * mass_K**2
+    if g_NK is not None:
+        value_K = value_K + 2.0 * column_dots(back_NK, g_NK)
+        reach_K = mass_K + cert.root_N @ abs(w_NK)  # g = b − Hw is rounded too
+        rounding_K = 2.0 * error * (mass_K * reach_K + column_dots(size_NK, abs(g_NK)))
+        constant_K = -column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
+        constant_K = constant_K if problem.constant_K is None else problem.constant_K[columns] + constant_K
+        rho_NK = rho_NK + g_NK
+    namespace(rho_NK).multiply(rho_NK, 1.0 / cert.unit, out=rho_out_NK)
+    free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
+    gap_K = np.inf + price_K
+    if certify:
+        gap_K = (1.0 + 4.0 * error) * (price_K + _quadratic_term(problem, cert, free_NK, reach_K, mask_NK))
+    if g_NK is None:
+        gap_K = _at_most_f(cert, gap_K, value_K, rounding_K, mass_K)
+    stationarity_K = _largest_scaled(free_NK, cert)
+    lost_K = _underflown(stationarity_K)
+    if bool((abs(value_K) < _TINY).any()):
+        lost_K = lost_K | _underflown(_largest_energy(back_NK, cert))
+    xp = namespace(gap_K)
+    gap_K = xp.where(lost_K | (gap_K != gap_K), xp.full_like(gap_K, np.inf), gap_K)
+    objective_K = value_K + constant_K
+    figures = (objective_K, gap_K, stationarity_K, _violation(problem, weights_NK, mask_NK, columns), value_K, rounding_K, mass_K)
+    return tuple(to_numpy(figure) for figure in figures)
+
+
+def _at_most_f(cert: Certificate, gap_K: Array, value_K: Array, rounding_K: Array, mass_K: Array) -> Array:
+    """With the default rhs f is a squared norm for a Gram matrix, so that f* ≥ 0 and the gap is at most f.
+
+    f's rounding is added where it is more than a billionth of f. With a factor f* ≥ 0 is proved. Without one it is a fact of H
+    only up to H's own rounding, which is added too; an f below zero beyond float64's says that H is no Gram matrix, and then
+    nothing is certified.
+    """
+    xp = namespace(gap_K)
+    most_K = xp.where(rounding_K <= _NEGLIGIBLE * value_K, value_K, abs(value_K) + rounding_K)
+    if cert.factor_NN is None:
+        most_K = most_K + cert.entry * mass_K**2
+        if not cert.semidefinite:
+            most_K = xp.full_like(most_K, np.inf)
+    gap_K = xp.where(gap_K < most_K, gap_K, most_K)  # also where there is no certificate (NaN)
+    return xp.where(value_K < -rounding_K, xp.full_like(gap_K, np.inf), gap_K)
+
+
+def relative_gap(
+    problem: ColumnQP, figures: Figures, baseline_K: np.ndarray, scale_K: np.ndarray, zero_K: np.ndarray | None = None
+) -> np.ndarray:
+    """The gap bound relative to what the optimum costs, (K,).
+
+    Default rhs, or a known constant: gap / max(f − gap, FLOOR · f_start). Explicit rhs alone, where f has no natural zero:
+    gap / max(f_start − f, FLOOR · scale), the improvement reached (``scale`` is the energy of the start, ΔᵀAΔ + 2|gᵀΔ|). 0 where
+    the gap bound is 0. ``baseline_K`` is the start's value and ``scale_K`` f_start or the scale, both less what rounding may have
+    added to them; ``zero_K`` what a known constant adds to a value, likewise.
+    """
+    gap_K = figures.gap_bound
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if zero_K is not None:
+            base_K, scale_K = figures.value - figures.rounding + zero_K - gap_K, baseline_K + zero_K
+        elif problem.rhs_NK is None:
+            base_K = figures.value - figures.rounding - gap_K
+        else:
+            base_K = baseline_K - figures.value - figures.rounding
+        ratio_K = np.where(gap_K == 0.0, 0.0, gap_K / np.maximum(np.maximum(base_K, FLOOR * scale_K), 0.0))
+    return np.where(np.isnan(ratio_K), np.inf, ratio_K)
+
+
+def _split(
+    problem: ColumnQP, rho_NK: Array, new_NK: Array, mask_NK: Array, cert: Certificate, columns: Any
+) -> tuple[Array, Array]:
+    """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too."""
+    xp = namespace(rho_NK)
+    free_NK = masked(rho_NK, mask_NK)
+    if not problem.has_bounds:
+        return free_NK, rho_NK[:0].sum(0)
+    zero_NK = price_NK = xp.zeros_like(rho_NK)
+    for takes_NK, cost_NK in bounds_that_hold(problem, rho_NK, new_NK, cert.root_N[:, None] ** 2, columns):
+        free_NK = xp.where(takes_NK & mask_NK, zero_NK, free_NK)
+        price_NK = xp.where(takes_NK & mask_NK, cost_NK, price_NK)
+    return free_NK, price_NK.sum(0)
+
+
+def bounds_that_hold(
+    problem: ColumnQP, rho_NK: Array, new_NK: Array, diagonal_N1: Array, columns: Any = slice(None)
+) -> Iterator[tuple[Array, Array]]:
+    """Of the upper and the lower bounds, where they take the residual ρ, (N, K) bool, and what that costs, 2ρ(bound − ŵ).
+
+    Any choice makes a valid certificate: a bound takes ρ where that is cheaper than the quadratic term's own estimate ρ²/A_ii.
+    """
+    for bound_NK, sign in ((problem.upper_NK, 1.0), (problem.lower_NK, -1.0)):
+        if bound_NK is None:
+            continue
+        slack_NK = sign * (cast(bound_NK[:, columns], "float64") - new_NK)
+        with np.errstate(invalid="ignore"):  # 0·∞, where there is no bound: NaN takes nothing
+            cost_NK = 2.0 * sign * rho_NK * slack_NK
+            yield (sign * rho_NK > 0) & (slack_NK >= 0) & (cost_NK * diagonal_N1 <= rho_NK * rho_NK), cost_NK
+
+
+def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: Array, mask_NK: Array) -> Array:
+    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
+    error = gamma(free_NK.shape[0])
+    if cert.factor_NN is None:
+        return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
+    norm_K = column_norms(solve_lower(cert.factor_NN, free_NK))
+    term_K = (norm_K + error * cert.condition**0.5 * (norm_K + reach_K)) ** 2
+    if cert.dead_N is None:
+        return term_K
+    xp = namespace(free_NK)  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded
+    unbounded_K = (free_NK[cert.dead_N] != 0).any(0)
+    return xp.where(unbounded_K, xp.full_like(term_K, np.inf), term_K)
+
+
+def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: Array, mask_NK: Array) -> Array:
+    """Without a shared factor (H singular, no damping): factor each column's own A_II, while that stays cheap.
+
+    ``noise_K`` · √A_ii bounds the error of entry i of the residual.
+    """
+    a_NN, s_NK, noise = to_numpy(problem.damped_hessian("float64")), to_numpy(free_NK), to_numpy(noise_K)
+    kept_NK = to_numpy(mask_NK)
+    out_K = np.full(s_NK.shape[1], np.nan)
+    out_K[~kept_NK.any(0)] = 0.0
+    budget = _PER_COLUMN_FLOPS
+    for j in np.flatnonzero(kept_NK.any(0)):
+        index_I = np.flatnonzero(kept_NK[:, j])
+        budget -= len(index_I) ** 3
+        if budget < 0:
+            break
+        block_II = a_NN[np.ix_(index_I, index_I)]
+        live_I = block_II.diagonal() > 0  # dead inputs have zero rows: they cost and gain nothing
+        if (s_NK[index_I[~live_I], j] != 0).any():  # unless an explicit rhs pulls at one: unbounded
+            out_K[j] = np.inf
+            continue
+        out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], noise[j])
+    return like(out_K, free_NK)
+
+
+def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> float:
+    if not len(s_I):
+        return 0.0
+    factor_II, condition = own_factor(block_II)
+    if factor_II is None:
+        return np.nan
+    error, norm = gamma(len(s_I)), float(np.linalg.norm(solve_lower(factor_II, s_I[:, None])))
+    return (norm + condition**0.5 * (error * norm + noise)) ** 2
+
+
+def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
+    """max over the free entries of |s_i| / √A_ii, (K,): the square root of an objective."""
+    xp = namespace(cert.root_N)
+    scale_N = xp.where(cert.root_N > 0, cert.root_N, xp.ones_like(cert.root_N))
+    if free_NK.shape[0] == 0:
+        return free_NK.sum(0)
+    return column_norms(free_NK / scale_N[:, None], np.inf)
+
+
+def _largest_energy(back_NK: Array, cert: Certificate) -> Array:
+    """max over all entries of |Δ_i| · √A_ii, (K,): the square root of an objective."""
+    if back_NK.shape[0] == 0:
+        return back_NK.sum(0)
+    return column_norms(back_NK * cert.root_N[:, None], np.inf)
+
+
+def _underflown(root_K: Array) -> Array:
+    """Where a quantity is not zero but its square leaves float64's range: an objective of 0 then proves nothing."""
+    return (root_K > 0) & (root_K < 1e-150)
+
+
+def _violation(problem: ColumnQP, weights_NK: Array, mask_NK: Array, columns: Any) -> Array:
+    """Largest distance from the feasible set, in units of the weights, (K,)."""
+    if weights_NK.shape[0] == 0:
+        return weights_NK.sum(0)
+    if not problem.has_bounds:
+        return column_norms(weights_NK * ~mask_NK, np.inf)
+    new_NK = cast(weights_NK, "float64")
+    return column_norms(new_NK - problem.clip(new_NK, columns), np.inf)

@@ -1,0 +1,130 @@
+"""What is proved of A = H + λI once for a layer: a factor below it, and how far rounding errors may reach.
+
+L is a Cholesky factor of A − T with a positive diagonal T. The factorisation's own error E has |E_ij| ≤ γ·√(A_ii A_jj) (Higham,
+Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 10.3), so by Cauchy-Schwarz
+
+    |xᵀEx| ≤ γ (Σ √A_ii |x_i|)² ≤ γ · Σ(A_ii / T_i) · xᵀTx.
+
+With γ · Σ A_ii/T_i ≤ ¼ that is at most a quarter of xᵀTx, and A = LLᵀ + T − E ⪰ LLᵀ + ¾T. So a factorisation that goes through
+proves A positive definite, ‖L⁻¹s‖² ≥ sᵀA⁻¹s, and (Σ √A_ii |x_i|)² ≤ condition · xᵀAx with condition = 4/3 · Σ A_ii/T_i. Each of
+these is the same whatever units the inputs have: a large channel sets no scale for the others. Nothing is assumed of H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
+from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
+from ..problem.hessian import ENTRY, Hessian
+
+UNIT = 2.0**-53  # unit roundoff of float64
+_STEPS = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 0.0)  # trial shifts in units of the diagonal; 0 stands for the least that proves anything
+
+
+def gamma(n: int) -> float:
+    """Bound on the relative error of a sum of n products in float64, with a few roundings to spare."""
+    return 1.05 * (n + 12) * UNIT
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """A's diagonal and its verified factor.
+
+    Attributes:
+        root_N: √A_ii, (N,) float64.
+        factor_NN: L with LLᵀ ⪯ A, or None where A is not positive definite to working precision.
+        condition: (Σ √A_ii |x_i|)² ≤ condition · xᵀAx for every x on live inputs; inf without a factor.
+        semidefinite: whether A has no negative eigenvalue beyond float64 rounding, after scaling by its diagonal.
+        entry: entry (i, j) of H is known to ``entry`` · √(H_ii H_jj).
+        unit: a power of two near the mean of the diagonal.
+        dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has other numbers there: no feasible residual does.
+    """
+
+    root_N: Array
+    factor_NN: Array | None
+    condition: float
+    semidefinite: bool
+    entry: float
+    unit: float
+    dead_N: Array | None = None
+
+
+def certificate(hessian: Hessian) -> Certificate:
+    """Factorise A once for a layer.
+
+    Raises:
+        ValueError: A has a negative eigenvalue that summing in float32 does not explain.
+    """
+    diagonal_N = cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge
+    n, trace = hessian.n_inputs, float(diagonal_N.sum())
+    dead_N = diagonal_N == 0
+    any_dead = bool(dead_N.any())
+    if any_dead and bool((hessian.hessian_NN[dead_N] != 0).any()):
+        raise _indefinite("an input has a zero on the diagonal and other entries beside it")
+    facts: dict[str, Any] = {
+        "root_N": diagonal_N**0.5,
+        "entry": known_to(hessian.hessian_NN),
+        "unit": float(power_of_two(np.asarray(trace / max(n, 1)))),
+        "dead_N": dead_N if any_dead else None,
+    }
+    if trace == 0.0:
+        return Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
+    fill_N = trace / n * cast(dead_N, "float64")
+    shifted = lambda by_N: cholesky(add_to_diagonal(hessian.hessian_NN, fill_N + hessian.ridge - by_N, "float64"))  # noqa: E731
+    factor_NN, condition = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
+    semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
+    if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
+        raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain")
+    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, **facts)
+
+
+def factor_below(shifted: Callable[[Array], Array | None], diagonal_N: Array, ridge: float = 0.0) -> tuple[Array | None, float]:
+    """L with LLᵀ ⪯ A, from ``shifted(T)``, a Cholesky factor of A − T or None, and its condition; (None, inf) if none was found."""
+    n = diagonal_N.shape[0]
+    least, error = 4.0 * n * gamma(n), gamma(n)
+    if ridge > 0.0:
+        ratio = 16.0 * float(diagonal_N.sum()) / ridge
+        if ratio * error <= 0.25:
+            factor_NN = shifted(0.0 * diagonal_N + ridge / 16.0)
+            if factor_NN is not None:
+                return factor_NN, 1.34 * ratio
+    for step in sorted({max(step, least) for step in _STEPS}, reverse=True):
+        factor_NN = shifted(step * diagonal_N)
+        if factor_NN is None:
+            continue
+        lower = max(step / 16.0, least)  # a shift near λ_min leaves a nearly singular factor and a useless bound
+        if lower < step:
+            factor_NN = shifted(lower * diagonal_N)
+        if factor_NN is not None:
+            return factor_NN, 1.34 * n / lower
+    return None, np.inf
+
+
+def own_factor(block_II: np.ndarray) -> tuple[np.ndarray | None, float]:
+    """The same for the kept block of one column, by the least shift alone."""
+    diagonal_I = block_II.diagonal()
+    n = len(diagonal_I)
+    least = 4.0 * n * gamma(n)
+    return cholesky(add_to_diagonal(block_II, -least * diagonal_I)), 1.34 * n / least
+
+
+def known_to(hessian_NN: Array) -> float:
+    """ε with entry (i, j) of H known to ε √(H_ii H_jj).
+
+    By the dtype, or by the bits in use where float32 sums were widened (a mean of two takes one more).
+    """
+    if dtype_name(hessian_NN) == "float32":
+        return ENTRY * 2.0**-24
+    bits_NN = hessian_NN.view(np.int64 if kind_of(hessian_NN) == "numpy" else namespace(hessian_NN).int64)
+    return ENTRY * (UNIT if bool((bits_NN & (2**28 - 1)).any()) else 2.0**-24)
+
+
+def _indefinite(why: str) -> ValueError:
+    return ValueError(
+        f"H is clearly indefinite: {why}. It is no Gram matrix: accumulate XᵀX in float32 or better, or add damping, e.g. 0.01"
+    )

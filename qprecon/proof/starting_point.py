@@ -1,0 +1,150 @@
+"""Where columns start from, what a column's objective is measured in, and when an answer is better than the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays.chunks import indices_of
+from ..arrays.interop import Array, cast, like, namespace, to_numpy
+from ..arrays.linalg import column_dots, column_norms
+from ..problem.column_qp import ColumnQP
+from .audit import Figures, audit, relative_gap
+from .factor import Certificate, gamma
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """Where a chunk starts: the masked weights, or the warm start where that is better.
+
+    Attributes:
+        weights_NK, audit: the start and its figures.
+        masked: the figures of the masked weights.
+        energy_K: scale of the objective, positive where anything is to be gained.
+        floor_K: the same, less what rounding may have added to it.
+        zero_K: with a known constant, the dense weights' objective, which every value is measured from, less its rounding.
+    """
+
+    weights_NK: Array
+    audit: Figures
+    masked: Figures
+    energy_K: np.ndarray
+    floor_K: np.ndarray
+    zero_K: np.ndarray | None = None
+
+    def relative_gap(self, problem: ColumnQP, figures: Figures) -> np.ndarray:
+        """Gaps of the chunk's figures relative to what its optimum costs, (K,): see ``audit.relative_gap``."""
+        return relative_gap(problem, figures, self.baseline_K, self.floor_K, self.zero_K)
+
+    def relative_stationarity(self, figures: Figures) -> np.ndarray:
+        """Stationarity of the chunk's figures relative to the root of what its objective is measured in, (K,)."""
+        scale_K = np.sqrt(np.maximum(self.energy_K, 0.0))
+        return np.divide(figures.stationarity, scale_K, out=np.zeros_like(scale_K), where=scale_K > 0)
+
+    @property
+    def baseline_K(self) -> np.ndarray:
+        """The value of the masked weights, less what rounding may have added to it."""
+        return self.masked.value - self.masked.rounding
+
+
+def find_start(problem: ColumnQP, cert: Certificate, dtype: str, warm_NK: Array | None, columns: Any) -> Start:
+    """The start of the chosen columns; ``warm_NK`` is a caller's (N, K) warm start for the whole problem."""
+    masked_NK = masked_weights(problem, dtype, columns)
+    masked = audit(problem, cert, masked_NK, columns, certify=False)
+    energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
+    zero_K = _zero(problem, columns)
+    if warm_NK is None:
+        return Start(masked_NK, masked, masked, energy_K, floor_K, zero_K)
+    xp = namespace(masked_NK)
+    warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
+    warm = audit(problem, cert, warm_chunk_NK, columns, certify=False)
+    better_K = surely_better(problem, cert, warm_chunk_NK, warm, masked, columns)
+    weights_NK = xp.where(like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
+    return Start(weights_NK, warm.where(better_K, masked), masked, energy_K, floor_K, zero_K)
+
+
+def _zero(problem: ColumnQP, columns: Any) -> np.ndarray | None:
+    """``Start.zero_K``.
+
+    Raises:
+        ValueError: a constant so small that the dense weights would have a negative squared error.
+    """
+    if problem.constant_K is None or problem.rhs_NK is None:
+        return None
+    w_NK: Array = cast(problem.weights_NK[:, columns], "float64")
+    rhs_NK: Array = cast(problem.rhs_NK[:, columns], "float64")
+    g_NK: Array = problem.linear("float64", columns)
+    given_K = problem.constant_K[columns]
+    zero_K = given_K - column_dots(w_NK, rhs_NK + g_NK)
+    rounding_K = 4.0 * gamma(problem.n_inputs) * (given_K + column_dots(abs(w_NK), abs(rhs_NK) + abs(g_NK)))
+    # rhs and constant are sums over tokens in the caller's arithmetic, float32 perhaps: they need not agree to float64's digits
+    if bool((zero_K < -1e-3 * given_K - rounding_K).any()):
+        worst = int(indices_of(columns)[to_numpy(zero_K + 1e-3 * given_K).argmin()])
+        raise ValueError(
+            f"constant is too small for rhs and H in column {worst}: the dense weights' squared error would be negative"
+        )
+    return to_numpy(zero_K - rounding_K)
+
+
+def masked_weights(problem: ColumnQP, dtype: str, columns: Any) -> Array:
+    """The chosen columns of W with zeros where they are pruned, inside the bounds."""
+    return problem.clip(cast(problem.weights_NK[:, columns], dtype), columns)
+
+
+def surely_better(
+    problem: ColumnQP, cert: Certificate, answer_NK: Array, answer: Figures, masked: Figures, columns: Any
+) -> np.ndarray:
+    """(K,) bool: f is lower than the masked weights' whatever the rounding errors of both, and those of H's own entries.
+
+    With an error E in H, |E_ij| ≤ ``cert.entry`` · √(H_ii H_jj), the difference of the two objectives is off by dᵀEs with
+    d = ŵ − w₀ and s = ŵ + w₀ − 2w. So weights that go far along directions which only rounding made up lose to the start, and so
+    does a squared norm below zero beyond all of that.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        gain_K = (masked.value - masked.rounding) - (answer.value + answer.rounding)
+        better_K = gain_K > 0.0
+        if problem.rhs_NK is None:
+            better_K &= answer.value + answer.rounding + cert.entry * answer.mass**2 >= 0.0
+        unsure = np.flatnonzero(better_K & ~(cert.entry * (answer.mass + masked.mass) ** 2 < gain_K))
+        if len(unsure):
+            some_NK = answer_NK[:, like(unsure, answer_NK)]
+            better_K[unsure] = _entry_error(problem, cert, some_NK, _of(columns, unsure, answer_NK)) < gain_K[unsure]
+    return better_K
+
+
+def _of(columns: Any, local: np.ndarray, near: Array) -> Any:
+    if isinstance(columns, slice):
+        return like(local + (columns.start or 0), near)
+    return columns[local if isinstance(columns, np.ndarray) else like(local, near)]
+
+
+def _entry_error(problem: ColumnQP, cert: Certificate, answer_NK: Array, columns: Any) -> np.ndarray:
+    """Bound on Σ |d_i| |E_ij| |s_j|."""
+    root_N = cast(problem.hessian_NN.diagonal(), "float64") ** 0.5
+    masked_NK = cast(masked_weights(problem, str(answer_NK.dtype).removeprefix("torch."), columns), "float64")
+    new_NK, w_NK = cast(answer_NK, "float64"), cast(problem.weights_NK[:, columns], "float64")
+    apart_K = root_N @ abs(new_NK - masked_NK)
+    return to_numpy(cert.entry * apart_K * (root_N @ abs((new_NK - w_NK) + (masked_NK - w_NK))))
+
+
+def _energy(
+    problem: ColumnQP, cert: Certificate, masked_NK: Array, masked: Figures, columns: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a column's objective is measured in, and a lower bound of it: f(start), or with an explicit rhs, where f has no zero,
+    the larger of ΔᵀAΔ + 2|gᵀΔ| and the gain of a Jacobi step.
+    """
+    if problem.rhs_NK is None:
+        return masked.value.copy(), np.maximum(masked.value - masked.rounding, 0.0)
+    w_NK = cast(problem.weights_NK[:, columns], "float64")
+    linear_K = to_numpy(column_dots(w_NK - cast(masked_NK, "float64"), problem.linear("float64", columns)))
+    total_K = masked.value - 2.0 * linear_K + 2.0 * abs(linear_K)
+    xp = namespace(w_NK)
+    live_N1 = cert.root_N[:, None]
+    live_N1 = xp.where(live_N1 > 0, live_N1, xp.ones_like(live_N1))
+    step_NK = abs(cast(masked.rho_NK, "float64")) * cast(problem.mask_NK[:, columns], "float64") * (cert.unit / live_N1)
+    noise_K = gamma(problem.n_inputs) * (like(masked.mass, w_NK) + cert.root_N @ abs(w_NK))
+    jacobi_K = to_numpy(column_norms(step_NK)) ** 2
+    surely_K = to_numpy(column_norms(xp.maximum(step_NK - noise_K[None, :], xp.zeros_like(step_NK)))) ** 2 * (1.0 - 1e-6)
+    return np.maximum(total_K, jacobi_K), np.maximum(total_K - 2.0 * masked.rounding, surely_K)

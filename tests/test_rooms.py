@@ -1,0 +1,53 @@
+"""Which room of the core may import which. `qprecon.llm` has a test of its own (tests/llm/test_imports.py)."""
+
+import ast
+import pathlib
+
+import pytest
+
+import qprecon
+
+PACKAGE = pathlib.Path(qprecon.__file__).parent
+# Each builds on those before it. What lies in `qprecon/` itself is used by all of them, or uses them all.
+ROOMS = "arrays contract problem proof engine grids data".split()
+ABOVE = {"backends", "llm", "cli", "page", "demo"}
+MOST_FILES = 12
+
+
+def absolute(path: pathlib.Path, node: ast.ImportFrom) -> str:
+    """The module that an import names, also a relative one."""
+    if not node.level:
+        return node.module or ""
+    package = [PACKAGE.name, *path.relative_to(PACKAGE).parts[:-1]]
+    return ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+
+
+def rooms_imported(path: pathlib.Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{absolute(path, node)}.{alias.name}" for alias in node.names]
+        else:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found |= {words[1] for words in (name.split(".") for name in names) if words[0] == "qprecon" and len(words) > 1}
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_none_that_builds_on_it(room):
+    files = sorted((PACKAGE / room).glob("*.py"))
+    used = set().union(*map(rooms_imported, files))
+    assert not used & (set(ROOMS[ROOMS.index(room) + 1 :]) | ABOVE)
+    assert len(files) > 2
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "backends").rglob("*.py")), ids=lambda path: path.stem)
+def test_a_solver_imports_nothing_above_it(path):
+    assert not rooms_imported(path) & {"engine", "data", "llm", "cli", "page", "demo"}
+
+
+def test_no_folder_is_a_floor():
+    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__")]
+    counts = {folder.name: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}
+    assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == {*ROOMS, *ABOVE}
