@@ -69,7 +69,8 @@ class GridCase:
 def _group(preset: str) -> list[GridCase]:
     """What is wanted first stands first: a run may have a budget."""
     cases = [GridCase("50%", "bf16", preset=preset)]
-    cases += [GridCase(pattern, "int4", method, preset) for pattern in ("50%", "dense") for method in ("ours", "gptq", "gptq-order")]
+    methods = ("ours", "gptq", "gptq-order")
+    cases += [GridCase(pattern, "int4", method, preset) for pattern in ("50%", "dense") for method in methods]
     cases += [GridCase("2:4", "bf16", preset=preset), *(GridCase("2:4", "int4", method, preset) for method in ("ours", "gptq"))]
     cases += [GridCase("50%", grid, "ours", preset) for grid in ("int8", "fp8")]
     cases += [GridCase(pattern, "int4", "rounding", preset) for pattern in PATTERNS]
