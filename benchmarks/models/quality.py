@@ -139,7 +139,7 @@ def measure(bench: Bench, case: Case, recovering: bool) -> list[dict]:
     report = prune_model(bench.model, windows, device=bench.device, progress=False, **case.settings())
     _wait(bench)
     seconds = time.perf_counter() - started
-    phases = {phase: round(value, 2) for phase, value in report.phase_seconds.items()}
+    phases = {} if bench.arguments.shared else {phase: round(value, 2) for phase, value in report.phase_seconds.items()}
     rows = [identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases, "sparsity": report.sparsity}]
     if recovering:
         from qprecon.llm import recover
@@ -156,7 +156,8 @@ def measure(bench: Bench, case: Case, recovering: bool) -> list[dict]:
 def result(bench: Bench, case: Case, seconds: float) -> dict:
     accuracy = {"accuracy": bench.accuracy()} if bench.arguments.tasks else {}
     return {
-        "perplexity": bench.perplexity(case), **accuracy, "seconds": round(seconds, 2), "card": card(bench),
+        "perplexity": bench.perplexity(case), **accuracy, "seconds": None if bench.arguments.shared else round(seconds, 2),
+        "card": card(bench),
         "date": datetime.date.today().isoformat(), "versions": versions(),
     }  # fmt: skip
 
@@ -208,7 +209,7 @@ def run(bench: Bench, cases: Sequence[Case], results: Results) -> int:
 def line(case: Case, row: dict) -> str:
     values = " / ".join(f"{value:.2f}" for value in row["perplexity"].values())
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in row.get("phases", {}).items() if seconds >= 0.5)
-    return f"{case!s:60} {'recovered ' if row['recovered'] else ''}{values}  {row['seconds']:.1f} s ({phases})"
+    return f"{case!s:60} {'recovered ' if row['recovered'] else ''}{values}  {row['seconds']} s ({phases})"
 
 
 def print_ladder(bench: Bench, results: Results, pattern: str, seed: int, split: str) -> None:
@@ -236,23 +237,29 @@ def _gain(before: dict, after: dict) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_protocol(parser)
+    parser.add_argument("--cases", nargs="+", default=["ladder"], help="groups, or PATTERN:INGREDIENT+INGREDIENT@CALIBRATION")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights while the model is pruned, and as they are stored")
+    parser.add_argument("--seeds", default="0", help="of the choice of windows, joined by commas")
+    parser.add_argument("--recover", action="store_true", help="train the pruned model towards the dense one as well")
+    parser.add_argument("--tasks", action="store_true", help="score the tasks as well")
+    return parser.parse_args(arguments)
+
+
+def add_protocol(parser: argparse.ArgumentParser) -> None:
+    """What `quality.py` and `grid.py` are both told."""
     parser.add_argument("--model", required=True, help="a model folder")
     parser.add_argument("--data", type=Path, required=True, help="the folder with text/ and tasks/")
     parser.add_argument("--name", help="the model's name in the results; known ones are recognised")
-    parser.add_argument("--cases", nargs="+", default=["ladder"], help="groups, or PATTERN:INGREDIENT+INGREDIENT@CALIBRATION")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights while the model is pruned, and as they are stored")
-    parser.add_argument("--seeds", default="0", help="of the choice of windows, joined by commas")
     parser.add_argument("--split", default="test", choices=EVALUATION)
-    parser.add_argument("--recover", action="store_true", help="train the pruned model towards the dense one as well")
-    parser.add_argument("--tasks", action="store_true", help="score the tasks as well")
     parser.add_argument("--windows", type=int, default=128, help="calibration windows (128)")
     parser.add_argument("--seqlen", type=int, default=2048, help="tokens a window (2048)")
     parser.add_argument("--eval-windows", type=int, help="only the first windows of each evaluation text")
     parser.add_argument("--budget", type=float, help="seconds after which no further case is begun")
+    parser.add_argument("--shared", action="store_true", help="other processes use the device too: seconds are not kept")
     parser.add_argument("--cache", type=Path, help="a folder for tokenised texts")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results", help="folder of the JSON")
-    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

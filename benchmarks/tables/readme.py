@@ -105,10 +105,10 @@ def ladder() -> str:
     patterns = ("50%", "60%", "70%", "2:4")
     body = [
         [row["pattern"], " + ".join(names.get(each, each) for each in row["ingredients"]) or "Wanda + optimal, as `fast`",
-         *(f"{value:.2f}" for value in row["perplexity"].values()), f"{row['seconds']:.0f} s"]
+         *(f"{value:.2f}" for value in row["perplexity"].values())]
         for row in sorted(rows, key=lambda row: (patterns.index(row["pattern"]), -row["perplexity"]["wikitext2"]))
     ]  # fmt: skip
-    return table(["pattern", "switched on", "WikiText-2", "C4", "pruning"], body) + f"\n\n{rows[0]['card']}, {rows[0]['date']}."
+    return table(["pattern", "switched on", "WikiText-2", "C4"], body) + f"\n\n{rows[0]['card']}, {rows[0]['date']}."
 
 
 def layers() -> str:

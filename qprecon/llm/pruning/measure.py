@@ -94,7 +94,7 @@ def draft_rows(
     """
     dense_NK, mask_NK, new_NK, stored_NK = matrices
     energy = Energy(prepared.hessian.hessian_NN)
-    narrow = all(part.view.parameter.dtype == torch.bfloat16 for part in parts)
+    narrow = all(part.view.dtype == torch.bfloat16 for part in parts)
     figures = [energy(asked_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
     if adapted := asked_NK is not dense_NK:
         figures[1] = energy(asked_NK * ~mask_NK)
@@ -181,7 +181,7 @@ def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
     view, pattern, seconds = layer.view, layer.pattern, counted.seconds
     if finite < view.n_outputs:
         raise ValueError(
-            f"{view.name}: a new weight does not fit into {view.parameter.dtype}; load the model in bfloat16 or float32"
+            f"{view.name}: a new weight does not fit into {view.dtype}; load the model in bfloat16 or float32"
         )
     size = view.n_inputs * view.n_outputs
     masked, updated, stored = (max(value, 0.0) / dense if dense > 0 else 0.0 for value in (masked, updated, stored))

@@ -60,7 +60,7 @@ def prune_parts(
         return Attempt(new_NK, solution, on_their_grid(views, prepared, target_NK, selection.mask_NK, new_NK, solution, method))
 
     if method.adapter_rank and tokens:
-        layers, dtype = [columns for _, columns in placed(parts)], views[0].parameter.dtype
+        layers, dtype = [columns for _, columns in placed(parts)], views[0].dtype
         dense_NK, found, adapters = alternated(prepared, asked_NK, layers, method.adapter_rank, dtype, attempt)
     else:
         found = attempt(asked_NK)
@@ -71,10 +71,10 @@ def prune_parts(
     for part, columns in placed(parts):
         part.view.write(stored.weights_NK[:, columns], part.taken)
     for part, adapter in zip(parts, adapters, strict=False):
-        attach(part.view.module, adapter)
+        attach(part.view.module, adapter, part.view.dtype)
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
-    exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
+    exact = new_NK.dtype == torch.float32 and all(view.dtype == torch.float32 for view in views)
     stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
     matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
     drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, note, asked_NK)
