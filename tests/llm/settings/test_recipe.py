@@ -346,7 +346,8 @@ def test_aliases_are_taken(tmp_path):
     [
         ({"pattern": 10**400}, "pattern"), ({"sparsity": "1e999999999"}, "sparsity"), ({"sparsity": 1}, "sparsity"),
         ({"pattern": "0:4"}, "pattern"), ({"pattern": {"*": 0.5, "threshold": 7}}, "'threshold'"),
-        ({"pattern": {"*": "100%"}}, "'*'"), ({"mask_structure": 10**400}, "mask_structure"), ({"sparsity_type": "x"}, "sparsity_type"),
+        ({"pattern": {"*": "100%"}}, "'*'"), ({"mask_structure": 10**400}, "mask_structure"),
+        ({"sparsity_type": "x"}, "sparsity_type"),
         ({"ignore": 10**400, "skip_attention": True}, "ignore"), ({"ignore": 1}, "ignore"), ({"targets": True}, "targets"),
     ],
 )  # fmt: skip
