@@ -3,8 +3,8 @@
     python benchmarks/models/recover_ranks.py --model llama-3.2-1b --ranks 1 2 --workdir /tmp/models
     python benchmarks/models/recover_ranks.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
 
-A random model of the named shape is written first, and a copy of it whose smallest half of every layer's weights is zero. Each run is
-started by torchrun, from disk to disk, with the same windows and the same batch.
+A random model of the named shape is written first, and a copy of it whose smallest half of every layer's weights is zero. Each run
+is started by torchrun, from disk to disk, with the same windows and the same batch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _launched(arguments: argparse.Namespace, dense: Path, pruned: Path, out: Pat
     command += ["--one", str(dense), str(pruned), str(out), str(answer), "--windows", str(arguments.windows)]
     command += ["--seqlen", str(arguments.seqlen), "--batch", str(arguments.batch), "--passes", str(arguments.passes)]
     command += ["--device", arguments.device] if arguments.device else []
-    code = subprocess.run(command, env=os.environ | {"NCCL_NVLS_ENABLE": "0"}).returncode
+    threads = str(max(1, len(os.sched_getaffinity(0)) // size))  # torchrun would give each rank one, and a single rank all
+    code = subprocess.run(command, env=os.environ | {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}).returncode
     if code:
         errors = [f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(out.parent.glob(f"{out.name}.error-*"))]
         raise SystemExit("\n".join([f"{size} ranks: exit code {code}", *errors]))
