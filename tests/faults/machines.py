@@ -76,7 +76,7 @@ def _installed(python: Path, version: str, extra: str, wheel: Path, folder: Path
     try:
         _run([str(python), "-m", "venv", "--without-pip", str(place)], _INSTALLING, check=True)
         pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python")]
-        install = [*pip, "install", "-q", f"{wheel}[{extra}]" if extra else str(wheel)]
+        install = [*pip, "install", "-q", "--no-compile", f"{wheel}[{extra}]" if extra else str(wheel)]
         if (ended := _run(install, _INSTALLING)).code != 0:
             tally.counts["environments that pip cannot make"] += 1
             tally.counts[f"pip: Python {version} with {extra or 'no extra'}"] += 1
