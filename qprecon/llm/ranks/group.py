@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -74,11 +75,15 @@ class Ranks:
         """While open, the others wait for this rank as long as its process lives."""
         return nullcontext() if self.meeting is None else self.meeting.busy()
 
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, which have met just before. Float32 sums in an order of the backend's."""
-        if self.size > 1:
-            self.traffic.reduced += _bytes(tensors)
-            self._wait([distributed.all_reduce(tensor, async_op=True) for tensor in tensors])
+    def begin_sum_(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begin to replace each tensor by its sum over the ranks, which have met just before; what is returned waits for it.
+
+        Float32 sums in an order of the backend's.
+        """
+        if self.size == 1:
+            return lambda: None
+        self.traffic.reduced += _bytes(tensors)
+        return partial(self._wait, [distributed.all_reduce(tensor, async_op=True) for tensor in tensors])
 
     def send_(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Replace each tensor by that of rank `source`; the ranks have met just before."""
@@ -108,6 +113,18 @@ class Ranks:
         except (RuntimeError, TimeoutError) as error:
             raise self.meeting.lost(" ".join(str(error).split())[:200]) from error
         self.traffic.seconds += time.monotonic() - started
+
+    @contextmanager
+    def in_collectives(self) -> Iterator[None]:
+        """While open, collectives that torch begins by itself may fail: RankError, naming the rank that is lost."""
+        try:
+            yield
+        except RankError:
+            raise
+        except RuntimeError as error:
+            if self.meeting is None or not _of_collective(error):
+                raise
+            raise self.meeting.lost(" ".join(str(error).split())[:200]) from error
 
     def facts(self, device: torch.device) -> dict[str, Any]:
         """Of this rank, for the report."""
@@ -157,3 +174,8 @@ def own_device(device: Any) -> Any:
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _of_collective(error: RuntimeError) -> bool:
+    """Whether it says that other ranks are not there; Gloo and NCCL have no class of their own for that."""
+    return isinstance(error, distributed.DistError) or any(name in str(error).lower() for name in ("gloo", "nccl"))

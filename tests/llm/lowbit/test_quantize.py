@@ -8,7 +8,8 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from qprecon.llm import prune_model
+from qprecon.llm import prune_model, recover
+from qprecon.llm.masks.given import load_masks
 from qprecon.llm.reporting.report import PruneReport
 from tests.llm.families import build, tokens
 
@@ -191,6 +192,37 @@ def test_2_4_is_found_in_low_bit_files(monkeypatch, tmp_path):
     assert found.ok and not found.not_2_4 and sum(row.layers for row in found.rows) == len(report.layers)
 
 
+@pytest.mark.parametrize(("quantize", "largest"), [("int8", 128), ("fp8", 448)])
+def test_codes_of_8_bits_are_found_in_files(quantize, largest, tmp_path):
+    """What the sparse kernels multiply: codes of the format that give the weights back, bit for bit, times their scales.
+
+    The kernels themselves refuse a CPU."""
+    from qprecon.llm.evaluation.sparse_check import check_sparse
+    from qprecon.llm.evaluation.sparse_products import LOW_BITS, products
+
+    model = build("llama").to(torch.bfloat16)
+    prune_model(model, tokens(6), out=tmp_path / "out", quantize=quantize, pattern="2:4", progress=False)
+    read = loaded(tmp_path / "out").model.layers[0].mlp.down_proj
+    codes = products(quantize).weights(read.weight, read.weight_scale)
+    assert codes.dtype == LOW_BITS[quantize] and torch.equal((codes.float() * read.weight_scale.float()).bfloat16(), read.weight)
+    assert codes.float().abs().max() > largest / 2 and torch.equal(codes.float() == 0, read.weight == 0)
+    found = check_sparse(tmp_path / "out", tokens=32, dtype=quantize, device="cpu")
+    assert not found.ok and not found.not_2_4 and all("refused" in row.problem for row in found.rows)
+
+
+def test_8_bit_kernels_need_one_scale_an_output(tmp_path):
+    from qprecon.llm.evaluation.sparse_check import check_sparse
+
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    settings = {"pattern": "2:4", "update": "none", "progress": False}
+    for number, more in enumerate(({}, {"quantize": "int8", "group_size": 16}, {"quantize": "fp8"})):
+        prune_model(tmp_path / "dense", tokens(6), out=tmp_path / str(number), **settings, **more)
+        found = check_sparse(tmp_path / str(number), tokens=32, dtype="int8", device="cpu")
+        assert not found.ok and not found.not_2_4
+        for row in found.rows:
+            assert "int8" in row.problem and "scale" in row.problem and row.dense_ms is None, row.problem
+
+
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has experts as linear layers")
 @pytest.mark.parametrize("family", ["qwen2-moe", "mixtral"])
 @pytest.mark.parametrize(("quantize", "group_size"), [("int8", 0), ("int4", 8)])
@@ -215,3 +247,54 @@ def test_fused_experts_are_packed_one_by_one(family, quantize, group_size, tmp_p
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         held = [name for name in file.keys() if "experts" in name]
     assert held and not any(name.endswith(".weight") for name in held)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A dense model's folder, and folders of it pruned to 2:4 and in few bits."""
+    folder = tmp_path_factory.mktemp("folders")
+    build("llama").save_pretrained(folder / "dense")
+    for quantize, group_size in (("int4", 16), ("int8", None), ("fp8", None)):
+        prune_model(
+            folder / "dense", tokens(6), out=folder / quantize, quantize=quantize, group_size=group_size, pattern="2:4",
+            save_masks=True, progress=False,
+        )  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+def test_the_zeros_of_codes_are_masks(folders, quantize):
+    """Kept is what is not zero: of the masks that were saved all but the kept weights that the grid made zero."""
+    read, saved = load_masks(folders / quantize), load_masks(folders / quantize / "masks.npz")
+    assert {name for name in read if ".layers." in name} == set(saved)
+    for name, mask in saved.items():
+        assert not (read[name] & ~mask).any() and read[name].sum() > 0.8 * mask.sum()
+    report = prune_model(build("llama"), tokens(6), mask="given", mask_options={"masks": folders / quantize}, progress=False)
+    assert report.sparsity >= 0.5
+
+
+def test_codes_are_neither_pruned_nor_trained(folders, capfd):
+    first = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(ValueError, match=rf"int4 is quantised \(compressed-tensors, pack-quantized\).*{first}"):
+        prune_model(folders / "int4", tokens(6), out=folders / "out", progress=False)
+    with pytest.raises(ValueError, match="fp8 is quantised .*q_proj.weight_scale"):
+        prune_model(folders / "fp8", tokens(6), out=folders / "out", progress=False)
+    with pytest.raises(ValueError, match="int8 is quantised .*recover"):
+        recover(folders / "int8", folders / "dense", tokens(6), out=folders / "out", progress=False)
+    assert "Compressing" not in capfd.readouterr().err and not (folders / "out").exists()
+
+
+def test_codes_of_other_tools_and_damaged_ones_are_named(folders, tmp_path):
+    import shutil
+
+    shutil.copytree(folders / "int4", tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    for change, said in (({"quant_method": "gptq"}, "gptq"), ({"config_groups": 7}, "config.json")):
+        changed = config | {"quantization_config": config["quantization_config"] | change}
+        (tmp_path / "own" / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=said):
+            load_masks(tmp_path / "own")
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*nothing"]
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="codes of model.layers.0.*no group"):
+        load_masks(tmp_path / "own")
