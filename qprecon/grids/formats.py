@@ -222,6 +222,8 @@ class Rows:
 
     def nearest(self, w_BK: Array) -> Array:
         """The nearest values."""
+        if not self.grid.scaled and self.grid.unit is not None:  # every scale is 1
+            return self.grid.unit.nearest(w_BK)
         return self.values(self.units(w_BK))
 
     def values(self, units_BK: Array) -> Array:
