@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/layers/active_sets.py
 
 A round holds the weights that are at a bound which their gradient pushes against, solves for the others by pcg (each round nearer
-to the tolerance, with K_j made anew for the round's mask), clips, and takes the clipped step if f falls, half of it otherwise, and a
-scaled gradient step where that fails too (Bertsekas 1982; the sets are those of Hintermüller, Ito and Kunisch 2002). Seconds are
+to the tolerance, with K_j made anew for the round's mask), clips, and takes the clipped step if f falls, half of it otherwise, and
+a scaled gradient step where that fails too (Bertsekas 1982; the sets are those of Hintermüller, Ito and Kunisch 2002). Seconds are
 those of the processor. The results are in docs/backends.md; the method is not in the package.
 """
 
