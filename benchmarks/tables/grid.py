@@ -49,10 +49,11 @@ def layers() -> str:
     exact = [f"{cell(row_grid, method)} in blocks of {method.removeprefix('exact-')}" for row_grid, method in _exact(rows)]
     note = f"Layers: {named}."
     if exact:
+        figures = ";\n".join(exact)
         note += (
             "\n\nInstead of GPTQ's sweep, the kept weights that are left can be solved for again exactly after each block of\n"
             "inputs is rounded. That is a solve for each block and column. At int4 in groups of 64, with all else as in `sweep`,\n"
-            f"it gives {';\n'.join(exact)}.\nThat is no better, so it is not among the methods."
+            f"it gives {figures}.\nThat is no better, so it is not among the methods."
         )
     return table(["grid", *order], [[grid, *(cell(grid, method) for method in order)] for grid in grids]) + f"\n\n{note}"
 

@@ -273,3 +273,19 @@ def test_re_fitted_scales_stay_on_the_grid_with_one_scale_for_all(name):
         q = fitted.nearest(on(best))
         fitted, q, _ = refit_scales(on(a), fitted, q, on(a) @ (on(w) - q))
         assert bool((fitted.nearest(q) == q).all())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_descent_in_float32_ends_on_the_grid_to_the_last_bit(name):
+    """q + (value - q) is not always the value: files of compressed-tensors would hold other weights than were audited."""
+    torch = pytest.importorskip("torch")
+    off = 0
+    for seed in range(8):
+        a, w, mask, grid, best = setting(64, 48, seed, name, group_size=None)
+        ta, tw, tmask, tbest = (torch.tensor(x, dtype=torch.bool if x is mask else torch.float32) for x in (a, w, mask, best))
+        fitted = fit_scales(grid, tbest)
+        start = fitted.nearest(tbest)
+        q, _ = descend(ta, fitted, start, ta @ (tw - start), tmask)
+        off += int((q != fitted.nearest(q)).sum())
+        assert bool((q != start).any())
+    assert off == 0
