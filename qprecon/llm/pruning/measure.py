@@ -30,20 +30,22 @@ _PANEL = 8192  # columns whose products exist at a time
 
 @dataclass(frozen=True)
 class Seconds:
-    """Wall-clock time of a group or a layer. `update` is everything from masks to stored weights, `solve` and `audit` within it."""
+    """Wall-clock time of a group or a layer. `update` is everything from masks to stored weights; `solve`, `audit` and
+    `rounding`, which has an audit of its own, are within it."""
 
     mask: float
     update: float
     measure: float
     solve: float = 0.0
     audit: float = 0.0
+    rounding: float = 0.0
 
     @staticmethod
-    def of(mask: float, update: float, measure: float, solution: qprecon.Solution | None) -> Seconds:
+    def of(mask: float, update: float, measure: float, solution: qprecon.Solution | None, rounding: float = 0.0) -> Seconds:
         if solution is None:
-            return Seconds(mask, update, measure)
+            return Seconds(mask, update, measure, rounding=rounding)
         t = solution.timing
-        return Seconds(mask, update, measure, t.setup + t.compile + t.solve, t.audit)
+        return Seconds(mask, update, measure, t.setup + t.compile + t.solve, t.audit, rounding)
 
     def share(self, part: float) -> Seconds:
         """The time of a layer: its share of the group's columns."""
