@@ -76,9 +76,10 @@ def one_card() -> str:
         blocks = int(re.search(r"(\d+) blocks", row["model"])[1])
         once = row["seconds"]["load"] + row["seconds"]["capture"]
         each = (row["seconds_beside_io"] - once) / blocks
+        model, of_80 = row["model"].replace(", random weights", ""), f"{once + 80 * each:.0f}"
         rows.append([
-            row["model"].replace(", random weights", ""), row["gpu"], f"{row['seconds_total']:.1f}",
-            f"{row['seconds_beside_io']:.1f}", f"{each:.1f}", f"{row['peak_gpu_gb']:.1f}", f"{row['peak_host_gb']:.1f}", f"{once + 80 * each:.0f}",
+            model, row["gpu"], f"{row['seconds_total']:.1f}", f"{row['seconds_beside_io']:.1f}", f"{each:.1f}",
+            f"{row['peak_gpu_gb']:.1f}", f"{row['peak_host_gb']:.1f}", of_80,
         ])  # fmt: skip
     head = ["model", "card", "all, s", "beside the disk, s", "a block, s", "peak GB", "host, GB"]
     return table([*head, "80 blocks beside the disk, s (extrapolated)"], rows)
