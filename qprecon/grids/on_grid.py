@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, cast, dtype_name, from_core, kind_of, like, namespace
+from ..arrays.interop import Array, cast, dtype_name, from_core, kind_of, like, namespace, to_numpy
 from ..arrays.linalg import column_dots, exact_float32, masked, upper_inverse_factor
 from ..contract.options import is_whole
 from ..engine.choice import choose_dtype
@@ -30,8 +30,9 @@ from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
 from ..proof.verdict import Audit, Known, audited
 from ..solution import Solution
-from .formats import Fitted, Grid, find_grid, fit_scales
-from .rounding import Product, descend, fast_product, feedback, refit_scales, search_scales
+from .formats import Fitted, Grid, find_grid
+from .rounding import Product, descend, fast_product, feedback, refit_scales
+from .scales import fit_scales, search_scales
 
 METHODS = ("sweep", "descent", "gptq", "gptq-order", "gptq-start", "nearest")
 
@@ -77,7 +78,7 @@ def rounded(shared: Shared, problem: ColumnQP, start: Array | Solution, grid: Gr
     """Round ``start``, weights for the problem, to the grid, and audit what comes out.
 
     Raises:
-        ValueError: a start of another shape, or one that is not 0 where pruned; a group size that does not divide N; bounds.
+        ValueError: a start of another shape, with NaN or Inf, or not 0 where pruned; a group size that does not divide N; bounds.
     """
     grid, place = find_grid(grid), problem.place
     grid.groups(problem.n_inputs)  # refuses a group size that does not divide N
@@ -101,6 +102,9 @@ def _start(start: Array | Solution, problem: ColumnQP) -> Array:
     start_NK = floating(start.weights if isinstance(start, Solution) else start, problem.place, "start")
     if tuple(start_NK.shape) != tuple(problem.weights_NK.shape):
         raise ValueError(f"start has shape {tuple(start_NK.shape)}, W has {tuple(problem.weights_NK.shape)}")
+    bad_K = ~to_numpy(namespace(start_NK).isfinite(start_NK).all(0))
+    if bad_K.any():
+        raise ValueError(f"start has NaN or Inf in {int(bad_K.sum())} columns, the first is column {int(np.argmax(bad_K))}")
     if bool((start_NK * ~problem.mask_NK != 0).any()):
         raise ValueError("start is not 0 where the mask has no weight")
     return start_NK

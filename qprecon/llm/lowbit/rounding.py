@@ -83,6 +83,8 @@ def on_their_grid(
     grid = grid_of(recipe, views[0].dtype)
     if recipe.quantize != "none":
         assert grid is not None
+        if solution is None and not bool(new_NK.isfinite().all()):
+            return Stored(new_NK)  # refused with the layer's name
         start = new_NK if solution is None else solution
         found = prepared.round(dense_NK, mask_NK, start, grid, method=recipe.rounding, **recipe.rounding_options)
         return Stored(found.weights.to(torch.float32), found.fitted, found.objective, found.gap_bound)
