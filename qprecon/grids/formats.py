@@ -13,6 +13,7 @@ Shapes: N inputs, K columns, G groups of inputs.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,6 +183,12 @@ class Fitted:
         """What units are multiplied by, (G, K): the scales over ``whole``, in float32 as a reader has them."""
         return self.scale_GK if self.whole == 1.0 else round_to_dtype(self.scale_GK / self.whole, "float32")
 
+    def mapped(self, change: Callable[..., Array], *others: Fitted) -> Fitted:
+        """The same grid with what ``change`` makes of the scales, and of the zero points, of this one and the others."""
+        zeros = [fitted.zero_GK for fitted in (self, *others)]
+        zero_GK = None if self.zero_GK is None else change(*zeros)
+        return replace(self, scale_GK=change(self.scale_GK, *(fitted.scale_GK for fitted in others)), zero_GK=zero_GK)
+
     def rows(self, rows: slice) -> Rows:
         """The scales of some inputs, laid out row by row. The inputs must lie in whole groups, or within one."""
         if not self.grid.scaled:
@@ -227,8 +234,13 @@ class Rows:
         return x_BK.round().clip(low - self.zero_BK, high - self.zero_BK)
 
     def nearest(self, w_BK: Array) -> Array:
-        """The nearest values."""
-        return self.values(self.units(w_BK))
+        """The nearest values, each of which is its own nearest: a reader finds the code of a value by dividing it again."""
+        values_BK = self.values(self.units(w_BK))
+        if self.zero_BK is None or self.grid.bits < 8 or self.grid.scale_dtype == "float32":
+            return values_BK
+        # With zero points units go up to 255, where rounding to 8 bits of mantissa is half a unit: an odd one may be read as the
+        # even one beside it, which is read as itself.
+        return self.values(self.units(values_BK))
 
     def values(self, units_BK: Array) -> Array:
         """unit · scale, as a reader of the file computes it: in float32, then rounded."""

@@ -16,8 +16,8 @@ Shapes: N inputs, K columns, G groups of inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
@@ -210,15 +210,9 @@ class _Candidate:
         mine_K = self.value_K <= other.value_K
         if bool(mine_K.all()):
             return self
-        pick = lambda mine, others: _where(mine_K, mine, others)  # noqa: E731
-        zero_GK = None if self.fitted.zero_GK is None else pick(self.fitted.zero_GK, other.fitted.zero_GK)
-        fitted = replace(self.fitted, scale_GK=pick(self.fitted.scale_GK, other.fitted.scale_GK), zero_GK=zero_GK)
+        pick = partial(namespace(self.q_NK).where, mine_K)  # (K,) against (…, K)
         parts = (pick(getattr(self, name), getattr(other, name)) for name in ("q_NK", "r_NK", "value_K"))
-        return _Candidate(fitted, *parts)
-
-
-def _where(mine_K: Array, mine: Array, others: Array) -> Any:
-    return namespace(mine).where(mine_K, mine, others)  # (K,) against (…, K)
+        return _Candidate(self.fitted.mapped(pick, other.fitted), *parts)
 
 
 def _numpy(x: Array) -> np.ndarray:

@@ -124,6 +124,8 @@ def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array, orde
         q_NK[rows], error_BK = block(factor_NN[rows, rows], scales.part(rows), rest_NK[rows], mask_NK[rows])
         if rows.stop < n:
             subtract_product(rest_NK[rows.stop :], factor_NN[rows, rows.stop :].T, error_BK)
+    if fitted.zero_GK is not None:
+        q_NK = scales.nearest(q_NK)  # see there; the kernel rounds once
     if order_N is None:
         return q_NK
     back_NK = namespace(q_NK).zeros_like(q_NK)
@@ -162,7 +164,8 @@ def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple
         wanted_1K = (scale_GK[g] / fitted.whole + shift_K)[None, :]
         wanted_1K = xp.where(usable_K[None, :] & (wanted_1K > 0), wanted_1K, scale_GK[g : g + 1] / fitted.whole)
         new_1K = stored_scales(grid, wanted_1K, fitted.whole)[0]
-        values_BK = Fitted(grid, new_1K, None, fitted.whole).by_group().values(units_BK[None])[0]
+        scales = replace(fitted, scale_GK=new_1K, zero_GK=None if fitted.zero_GK is None else fitted.zero_GK[g : g + 1]).by_group()
+        values_BK = scales.nearest(units_BK[None] * scales.scale_BK)[0]
         change_BK = values_BK - q_NK[rows]
         falls_K = (change_BK * (a_BB @ change_BK - 2.0 * r_NK[rows])).sum(0) < 0
         change_BK = xp.where(falls_K[None, :], change_BK, xp.zeros_like(change_BK))

@@ -5,7 +5,7 @@ Shapes: N inputs, K columns, G groups of inputs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from ..arrays.interop import Array, namespace
 from .formats import E4M3, Fitted, Grid, round_to_dtype
@@ -78,8 +78,7 @@ def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
         error_GK = (weight_GB1 * (w_GBK - tried.by_group().nearest(w_GBK)) ** 2).sum(1)
         better_GK = error_GK < best_GK
         best_GK = xp.where(better_GK, error_GK, best_GK)
-        zero_GK = None if grid.symmetric else xp.where(better_GK, tried.zero_GK, fitted.zero_GK)
-        fitted = replace(fitted, scale_GK=xp.where(better_GK, tried.scale_GK, fitted.scale_GK), zero_GK=zero_GK)
+        fitted = tried.mapped(partial(xp.where, better_GK), fitted)
     return fitted
 
 

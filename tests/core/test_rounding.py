@@ -88,6 +88,17 @@ def test_nearest_is_on_the_grid_and_zero_stays_zero(name, symmetric):
     assert np.abs(q - w).max() <= step
 
 
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16", "float32"])
+def test_every_code_of_8_bits_with_zero_points_is_read_as_itself(scale_dtype):
+    """Units up to 255 in 8 bits of mantissa: a value divided by its scale again is up to half a unit off."""
+    rng = np.random.default_rng(0)
+    w = np.stack([np.linspace(0, size, 256) for size in rng.uniform(0.5, 2, 200)], axis=1)
+    fitted = fit_scales(find_grid("int8", symmetric=False, scale_dtype=scale_dtype), w)
+    q = fitted.nearest(w)
+    assert (fitted.nearest(q) == q).all() and fitted.units(q).max() == 255
+    assert np.abs(q - w).max() <= 2 / 255 * (0.6 if scale_dtype != "bfloat16" else 1.6)
+
+
 def test_scales_of_nvfp4_are_e4m3_and_of_mxfp4_powers_of_two():
     w = np.random.default_rng(0).standard_normal((64, 3))
     nv, mx = fit_scales(find_grid("nvfp4"), w), fit_scales(find_grid("mxfp4"), w)
