@@ -72,8 +72,6 @@ def run(part: str, models: Models, folder: Path, count: int, given: argparse.Nam
     """One part of the campaign."""
     if part == "machines":
         machines.new_machines(folder, tally)
-    elif part == "homes":
-        machines.odd_homes(folder, tally)
     elif part == "network":
         network.hanging_network(models, folder, tally)
     elif part == "memory" and given.device == "cuda":
@@ -95,6 +93,8 @@ def _served(part: str, server: Server, models: Models, folder: Path, count: int,
         damage.damaged_files(server, models, folder, count, tally)
     elif part == "memory":
         memory.out_of_memory(server, models, folder, count, tally)
+    elif part == "homes":
+        machines.odd_homes(server, folder, tally)
     elif part == "two":
         kills.two_at_once(server, models, folder, count, tally)
     else:
