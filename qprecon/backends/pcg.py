@@ -139,7 +139,7 @@ def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarr
 
 
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
-    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail)
+    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail, apply.scaled, multiply.factor)
     state, out, device = _State.begin(chunk, ops, apply), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     for iteration in range(1, limit + 1):
@@ -208,7 +208,7 @@ class _State:
         if xp is not np:
             r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
         scalars = Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
+        p_NK = ops.begin(r_NK, apply.correction(r_NK, ops), apply.inverse_diagonal_N1, scalars)
         return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
 
     def take(self, index: Array) -> _State:
@@ -233,7 +233,8 @@ class _State:
     def step(self, multiply: Any) -> None:
         """One iteration of every active column; a finished column's step is zero."""
         self.ops.advance(self.x_NK, self.r_NK, self.p_NK, multiply(self.p_NK, self.ops), self.scalars)
-        self.ops.turn(self.p_NK, self.r_NK, self.apply.correction(self.r_NK), self.apply.inverse_diagonal_N1, self.scalars)
+        w_NK = self.apply.correction(self.r_NK, self.ops)
+        self.ops.turn(self.x_NK, self.p_NK, self.r_NK, w_NK, self.apply.inverse_diagonal_N1, self.scalars)
 
     def freeze_finished(self) -> bool:
         """Stop the columns whose estimated gap is small enough; whether any is left."""

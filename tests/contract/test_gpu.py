@@ -66,6 +66,57 @@ def test_tall_factors_in_pieces(n, rank, k):
         assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
 
 
+@pytest.mark.parametrize("n, rank, k", [(600, 32, 128), (1500, 64, 130), (515, 128, 64), (300, 16, 1)])
+def test_kernels_do_what_plain_operations_do(n, rank, k):
+    """A step of every kernel, with the products by F that they make beside it."""
+    pytest.importorskip("triton")
+    from qprecon.backends._pcg.factor import Factor, FactorInPieces
+    from qprecon.backends._pcg.kernels import Fused
+    from qprecon.backends._pcg.vectors import Plain, Scalars
+
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
+    scales_r = torch.logspace(0, 4, rank, device="cuda")
+    factors = [FactorInPieces(draw(n, rank) * scales_r) for _ in "rp"]
+    mask_NK, inverse_N1, w_NK, q_NK = draw(n, k) > 0, draw(n, 1).abs() + 0.5, 0.1 * draw(n, k), draw(n, k)
+    start_NK, found = draw(n, k) * mask_NK, []
+    for ops, (of_r, of_p) in (
+        (Plain(mask_NK.float()), [Factor(factor.factor_Nr) for factor in factors]),
+        (Fused(mask_NK, 0, *factors), factors),
+    ):
+        scalars, r_NK, x_NK = Scalars.zeros(start_NK), start_NK.clone(), torch.zeros_like(start_NK)
+        sums = [ops.project(of_r, r_NK)]
+        p_NK = ops.begin(r_NK, w_NK.clone(), inverse_N1, scalars)
+        sums.append(ops.project(of_p, p_NK))
+        ops.advance(x_NK, r_NK, p_NK, 2.0 * p_NK + 0.01 * q_NK, scalars)
+        sums.append(ops.project(of_r, r_NK))
+        ops.turn(x_NK, p_NK, r_NK, w_NK.clone(), inverse_N1, scalars)
+        sums.append(ops.project(of_p, p_NK))
+        low_NK = ops.low(p_NK)[:n].float()
+        assert ((low_NK - p_NK).abs() <= 2.0**-8 * p_NK.abs()).all()
+        found.append([x_NK, r_NK, p_NK, scalars.rz_K, scalars.gain_K, *(each / scales_r[:, None] for each in sums)])
+    for plain, fused in zip(*found, strict=True):
+        assert (plain - fused).abs().max() < 2e-5 * plain.abs().max()
+
+
+@pytest.mark.parametrize("rank, k", [(2, 3), (32, 100), (64, 1000), (128, 37)])
+def test_inverses_of_many_small_matrices(rank, k):
+    """As exact as float32 can hold them, with numbers near 1e5 beside the identity's 1."""
+    pytest.importorskip("triton")
+    from qprecon.backends._pcg.inverses import able, inverses
+
+    torch.manual_seed(0)
+    tall_KRr = torch.randn(k, 3 * rank, rank, dtype=torch.float64) * torch.logspace(-2, 2, rank, dtype=torch.float64)
+    rows, cols = np.triu_indices(rank)
+    place_rr = torch.zeros(rank, rank, dtype=torch.int64)
+    place_rr[rows, cols] = place_rr[cols, rows] = torch.arange(len(rows))
+    half_KP = (tall_KRr.mT @ tall_KRr)[:, rows, cols].float()
+    wanted_Krr = torch.linalg.inv(half_KP[:, place_rr].double() + torch.eye(rank, dtype=torch.float64))
+    assert able(half_KP.cuda(), rank)
+    found_Krr = inverses(half_KP.cuda(), place_rr.cuda()).cpu()
+    assert ((found_Krr - wanted_Krr).abs().amax((1, 2)) < 1e-6 * wanted_Krr.abs().amax((1, 2))).all()
+
+
 def test_pcg_of_transposed_views():
     """Linear.weight.T is no C-ordered array; the kernels take only those."""
     h_NN, w_NK, mask_NK = _problem()

@@ -64,7 +64,11 @@ class Plain:
         scalars.gain_K = scalars.gain_K + alpha_K * scalars.rz_K
         scalars.iterations_K = scalars.iterations_K + scalars.active_K
 
-    def turn(self, p_NK: Array, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> None:
+    def project(self, factor: Any, x_NK: Array) -> Array:
+        """Fᵀx, (r, K), of a `factor.Factor`; x is r or p."""
+        return factor.project(x_NK)
+
+    def turn(self, x_NK: Array, p_NK: Array, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> None:
         """z = D⁻¹r − w on kept entries, then p = z + βp in place with β the ratio of the new rz to the old. ``w_NK`` is used up."""
         z_NK, rz_K = self._precondition(r_NK, w_NK, inverse_N1)
         beta_K = _ratio(rz_K, scalars.rz_K, scalars.active_K)
@@ -85,12 +89,12 @@ class Plain:
         return namespace(p_NK).cat([low_NK, low_NK.new_empty(self.tail, p_NK.shape[1])])
 
 
-def vectors(like_NK: Array, mask_NK: Array, tail: int = 0) -> Any:
-    """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
+def vectors(like_NK: Array, mask_NK: Array, tail: int = 0, of_r: Any = None, of_p: Any = None) -> Any:
+    """The operations for arrays like ``like_NK``; ``mask_NK`` is bool. ``of_r``, ``of_p``: what r and p will be projected on."""
     if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32":
-        from .kernels import Fused
+        from .kernels import Fused, fusible
 
-        return Fused(mask_NK.contiguous(), tail)
+        return Fused(mask_NK.contiguous(), tail, fusible(of_r), fusible(of_p))
     return Plain(cast(mask_NK, dtype_name(like_NK)), tail)
 
 
