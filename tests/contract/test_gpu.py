@@ -117,6 +117,32 @@ def test_inverses_of_many_small_matrices(rank, k):
     assert ((found_Krr - wanted_Krr).abs().amax((1, 2)) < 1e-6 * wanted_Krr.abs().amax((1, 2))).all()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_audit_in_kernels_is_that_of_plain_operations(turned, monkeypatch):
+    """Every figure, of columns with an exact answer, a number where it is pruned, and one that is no number."""
+    from qprecon.proof import passes
+    from qprecon.proof.audit import audit
+
+    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem(n=300, k=150))
+    new_NK = w_NK * mask_NK + 0.01 * mask_NK * torch.randn_like(w_NK)
+    new_NK[:, 3], new_NK[0, 4] = 0.0, torch.nan
+    new_NK[mask_NK[:, 5].logical_not().nonzero()[0], 5] = 1e-3
+    if turned:
+        w_NK, mask_NK, new_NK = (x.T.contiguous().T for x in (w_NK, mask_NK, new_NK))
+    prepared = qprecon.prepare(h_NN, damping=0.01)
+    problem = prepared.problem(w_NK, mask_NK)
+    cert = prepared._at(problem.place).certificate
+    assert passes.fused(problem, new_NK) or not passes.TRITON
+    kernels = audit(problem, cert, new_NK[:, 2:130], slice(2, 130))
+    monkeypatch.setattr(passes, "TRITON", False)
+    plain = audit(problem, cert, new_NK[:, 2:130], slice(2, 130))
+    assert np.isinf(kernels.gap_bound[2]) and kernels.violation[3] == np.float32(1e-3)
+    kept = np.arange(128) != 2
+    for name in ("objective", "gap_bound", "stationarity", "violation", "value", "rounding", "mass"):
+        np.testing.assert_allclose(getattr(kernels, name)[kept], getattr(plain, name)[kept], rtol=1e-9, atol=1e-12, err_msg=name)
+    torch.testing.assert_close(kernels.rho_NK, plain.rho_NK, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
 def test_pcg_of_transposed_views():
     """Linear.weight.T is no C-ordered array; the kernels take only those."""
     h_NN, w_NK, mask_NK = _problem()
