@@ -30,14 +30,15 @@ def _same_optimum(solution, h_NN, w_NK, mask_NK, **more):
 @pytest.mark.parametrize("width", [1, 7, 64, 200])
 def test_pcg_at_odd_widths(width):
     h_NN, w_NK, mask_NK = _problem(k=width)
-    solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01)
-    assert solution.provenance.automatic["precision"] == "bf16"
-    _same_optimum(solution, h_NN, w_NK, mask_NK)
+    for precision, expected in (("bf16", "bf16"), ("auto", "full")):  # a layer this small is mostly launches
+        solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, precision=precision)
+        assert solution.provenance.automatic["precision"] == expected
+        _same_optimum(solution, h_NN, w_NK, mask_NK)
 
 
 def test_pcg_at_a_small_tolerance_needs_no_second_round():
     """The residual of bfloat16 products is good to some 1e-6 only."""
-    h_NN, w_NK, mask_NK = _problem(n=1024, k=128)
+    h_NN, w_NK, mask_NK = _problem(n=1024, k=1100)
     usual, tight = (qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, tol=tol) for tol in (1e-4, 1e-6))
     assert (usual.provenance.automatic["precision"], tight.provenance.automatic["precision"]) == ("bf16", "full")
     assert tight.optimal.all() and tight.iterations.max() < 2 * usual.iterations.max()
