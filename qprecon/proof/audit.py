@@ -24,13 +24,12 @@ from ..arrays.interop import Array, cast, like, namespace, to_numpy
 from ..arrays.linalg import column_norms, solve_lower
 from ..problem.column_qp import ColumnQP
 from .factor import Certificate, gamma, own_factor
-from .passes import fused, look
+from .passes import TINY, fused, look
 
 FLOOR = 1e-6
 """Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing
 (f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
 
-_TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
 _NEGLIGIBLE = 1e-9
 _PIECE = 2**24  # entries audited at a time; the float64 temporaries take some 80 bytes for each
 _PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
@@ -119,7 +118,7 @@ def _audit_piece(
     if problem.rhs_NK is None:
         gap_K = _at_most_f(cert, gap_K, seen.value_K, seen.rounding_K, seen.mass_K)
     xp = namespace(gap_K)
-    lost_K = _underflown(seen.stationarity_K) | ((abs(seen.value_K) < _TINY).any() & _underflown(seen.energy_K))
+    lost_K = _underflown(seen.stationarity_K) | ((abs(seen.value_K) < TINY).any() & _underflown(seen.energy_K))
     gap_K = xp.where(lost_K | (gap_K != gap_K), xp.full_like(gap_K, np.inf), gap_K)
     figures = (
         seen.value_K + seen.constant_K, gap_K, seen.stationarity_K, seen.violation_K, seen.value_K, seen.rounding_K, seen.mass_K

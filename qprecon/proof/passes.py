@@ -15,9 +15,11 @@ import numpy as np
 from ..arrays.interop import Array, cast, device_type, dtype_name, namespace
 from ..arrays.linalg import column_dots, column_norms, masked
 from ..problem.column_qp import ColumnQP
+from ..problem.hessian import Hessian
 from .factor import Certificate, gamma
 
 TRITON = importlib.util.find_spec("triton") is not None
+TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -31,7 +33,8 @@ class Seen:
         reach_K: what the residual's rounding errors are measured in.
         free_NK: s of the split ρ = s + y; 0 on pruned entries.
         price_K: what y costs.
-        stationarity_K, energy_K, violation_K: the largest |s_i|/√A_ii and |Δ_i|√A_ii, and the distance from the feasible set.
+        stationarity_K, energy_K, violation_K: the largest |s_i|/√A_ii and |Δ_i|√A_ii, and the distance from the feasible set; the
+            second is right only where some value is below ``TINY``.
     """
 
     value_K: Array
@@ -71,10 +74,29 @@ def look(
         rho_NK = rho_NK + g_NK
     namespace(rho_NK).multiply(rho_NK, 1.0 / cert.unit, out=rho_out_NK)
     free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
+    energy_K = _largest_energy(back_NK, cert) if bool((abs(value_K) < TINY).any()) else mass_K
     return Seen(
-        value_K, rounding_K, constant_K, mass_K, reach_K, free_NK, price_K, _largest_scaled(free_NK, cert),
-        _largest_energy(back_NK, cert), _violation(problem, weights_NK, mask_NK, columns),
+        value_K, rounding_K, constant_K, mass_K, reach_K, free_NK, price_K, _largest_scaled(free_NK, cert), energy_K,
+        _violation(problem, weights_NK, mask_NK, columns),
     )  # fmt: skip
+
+
+def energies(hessian: Hessian, new_NK: Array, old_NK: Array) -> tuple[Array, Array]:
+    """An upper bound on dᵀAd of every column of d = ``new_NK`` − ``old_NK``, (K,) float64, and Ad, (N, K) in the dtype of d."""
+    root_N = (cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge) ** 0.5
+    out_NK = namespace(new_NK).empty_like(new_NK)
+    if TRITON and device_type(new_NK) == "cuda" and 0 not in tuple(new_NK.shape):
+        from .kernels import differences, residuals
+
+        d_NK, mass_K = differences(new_NK, old_NK, root_N)
+        value_K = residuals(hessian.product(d_NK), d_NK, new_NK, new_NK != 0, root_N, hessian.ridge, 1.0, out_NK, False)[0]
+    else:
+        d_NK = cast(new_NK, "float64") - cast(old_NK, "float64")
+        product_NK = hessian.damped_product(d_NK)
+        out_NK[:] = product_NK
+        value_K, mass_K = column_dots(d_NK, product_NK), root_N @ abs(d_NK)
+    xp = namespace(value_K)
+    return xp.maximum(value_K, xp.zeros_like(value_K)) + 2.0 * gamma(hessian.n_inputs) * mass_K**2, out_NK
 
 
 def fused(problem: ColumnQP, weights_NK: Array) -> bool:
