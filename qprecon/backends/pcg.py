@@ -16,6 +16,7 @@ from ..arrays.interop import Array, cast, device_type, like, namespace, to_numpy
 from ..arrays.linalg import column_dots, take_columns
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._pcg import precondition as precondition
+from ._pcg import replay as replay
 from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInPieces
 from ._pcg.product import Full, chosen_precision, product
@@ -148,17 +149,22 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail, apply.scaled, multiply.factor)
     state, out, device = _State.begin(chunk, ops, apply), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
+    step, freeze = functools.partial(state.step, multiply), state.freeze_finished
+    if replay.pays(state.x_NK) and state.ops.in_place:
+        step, freeze = replay.Replayed(step, state.x_NK), replay.Replayed(freeze, state.x_NK)
     for iteration in range(1, limit + 1):
-        state.step(multiply)
+        step()
         if iteration % _CHECK_EVERY[device] and iteration != limit:
             continue
-        if not state.freeze_finished():
+        freeze()
+        if not bool(state.going_on):
             break
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
         if device == "cpu":  # on a GPU the copies would cost more than the columns
             out, state = _leave_finished(out, state)
+            step, freeze = functools.partial(state.step, multiply), state.freeze_finished
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
@@ -206,6 +212,7 @@ class _State:
     p_NK: Array
     scalars: Scalars
     finished_K: Array
+    going_on: Any = True
 
     @staticmethod
     def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
@@ -242,8 +249,8 @@ class _State:
         w_NK = self.apply.correction(self.r_NK, self.ops)
         self.ops.turn(self.x_NK, self.p_NK, self.r_NK, w_NK, self.apply.inverse_diagonal_N1, self.scalars)
 
-    def freeze_finished(self) -> bool:
-        """Stop the columns whose estimated gap is small enough; whether any is left."""
+    def freeze_finished(self) -> None:
+        """Stop the columns whose estimated gap is small enough; sets ``going_on``."""
         gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
         if self.chunk.linear_NK is None:
             base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
@@ -251,9 +258,9 @@ class _State:
             base_K = self.chunk.improved_K + self.scalars.gain_K
         xp = namespace(gap_K)
         small_K = gap_K <= self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
-        self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
-        self.scalars.active_K = self.scalars.active_K & ~self.finished_K
-        return bool(self.scalars.active_K.any())
+        self.finished_K |= small_K & (gap_K >= 0)
+        self.scalars.active_K &= ~self.finished_K
+        self.going_on = self.scalars.active_K.any()
 
     def broken(self) -> Array:
         """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""

@@ -110,7 +110,7 @@ def _part(columns: Any, piece: slice, k: int) -> Any:
 def _audit_piece(
     problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool
 ) -> tuple[np.ndarray, ...]:
-    seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK, certify), problem.mask_NK[:, columns]
+    seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK), problem.mask_NK[:, columns]
     gap_K = np.inf + seen.price_K
     if certify:
         quadratic_K = _quadratic_term(problem, cert, seen.free_NK, seen.reach_K, mask_NK)
@@ -166,12 +166,15 @@ def relative_gap(
 
 
 def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: Array, mask_NK: Array) -> Array:
-    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
+    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had. ``free_NK`` may be used up."""
     error = gamma(free_NK.shape[0])
     if cert.factor_NN is None:
         return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
-    norm_K = column_norms(solve_lower(cert.factor_NN, free_NK))
-    term_K = (norm_K + error * cert.condition**0.5 * (norm_K + reach_K)) ** 2
+    if cert.blocks is None:
+        norm_K, solving = column_norms(solve_lower(cert.factor_NN, free_NK)), error
+    else:
+        norm_K, solving = column_norms(cert.blocks.solve_in_place(free_NK)), cert.blocks.error
+    term_K = (norm_K + cert.condition**0.5 * (solving * norm_K + error * reach_K)) ** 2
     if cert.dead_N is None:
         return term_K
     xp = namespace(free_NK)  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded

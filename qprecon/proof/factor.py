@@ -21,6 +21,7 @@ import numpy as np
 from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
 from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
 from ..problem.hessian import ENTRY, Hessian
+from .triangular import Blocks, blocks, size_for
 
 UNIT = 2.0**-53  # unit roundoff of float64
 _STEPS = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 0.0)  # trial shifts in units of the diagonal; 0 stands for the least that proves anything
@@ -43,6 +44,7 @@ class Certificate:
         entry: entry (i, j) of H is known to ``entry`` · √(H_ii H_jj).
         unit: a power of two near the mean of the diagonal.
         dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has other numbers there: no feasible residual does.
+        blocks: what solves with the factor by products, where that is faster.
     """
 
     root_N: Array
@@ -52,6 +54,7 @@ class Certificate:
     entry: float
     unit: float
     dead_N: Array | None = None
+    blocks: Blocks | None = None
 
 
 def certificate(hessian: Hessian) -> Certificate:
@@ -80,7 +83,9 @@ def certificate(hessian: Hessian) -> Certificate:
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
         raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain")
-    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, **facts)
+    size = 0 if factor_NN is None or any_dead else size_for(factor_NN)
+    cut = blocks(factor_NN, facts["root_N"], condition, gamma(n), gamma(size), size) if size else None
+    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, blocks=cut, **facts)
 
 
 def factor_below(shifted: Callable[[Array], Array | None], diagonal_N: Array, ridge: float = 0.0) -> tuple[Array | None, float]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLS = 32, 64
-_STEPS, _BUSY = 16, 1056  # tiles of a strip at most; programs from which on a GPU is busy
+_STEPS, _BUSY = 8, 1056  # tiles of a strip at most; programs from which on a GPU is busy
 
 
 @triton.jit
@@ -41,10 +41,10 @@ def _largest(before, x):
 @triton.jit
 def _residual(
     rho_ptr, back_ptr, new_ptr, mask_ptr, root_ptr, out_ptr, found_ptr, n, k, parts, new_row, new_col, mask_row, mask_col,
-    out_row, out_col, steps, ridge_ptr, scale_ptr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    out_row, out_col, steps, numbers_ptr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
-    ridge, scale = tl.load(ridge_ptr), tl.load(scale_ptr)
+    ridge, scale = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
     value = tl.zeros((1, COLS), tl.float64)
     steepest = tl.zeros((1, COLS), tl.float64)
     energy = tl.zeros((1, COLS), tl.float64)
@@ -58,8 +58,7 @@ def _residual(
         value += tl.sum(back * rho, 0)[None, :]
         kept = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 0) != 0
         free = tl.where(kept, rho, 0.0)
-        if KEEP:
-            tl.store(rho_ptr + rows * k + cols, free, inside)
+        tl.store(rho_ptr + rows * k + cols, free, inside)
         root = tl.load(root_ptr + rows, rows < n, 0.0)
         steepest = _largest(steepest, tl.abs(free) / tl.where(root > 0.0, root, 1.0))
         energy = _largest(energy, tl.abs(back) * root)
@@ -83,12 +82,12 @@ def differences(w_NK: torch.Tensor, new_NK: torch.Tensor, root_N: torch.Tensor) 
 
 def residuals(
     product_NK: torch.Tensor, back_NK: torch.Tensor, new_NK: torch.Tensor, mask_NK: torch.Tensor, root_N: torch.Tensor,
-    ridge: float, scale: float, out_NK: torch.Tensor, keep: bool,
+    ridge: float, scale: float, out_NK: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """With back = w − ŵ, H·back = ``product_NK`` (float64, C order) and ρ = H·back + λ·back: backᵀρ, and the largest |ρ_i|/√A_ii of
     kept entries, |back_i|·√A_ii and |ŵ_i| of pruned entries, each (K,) float64.
 
-    ``out_NK`` becomes ρ·scale, and with ``keep`` the product becomes ρ, 0 on pruned entries.
+    ``out_NK`` becomes ρ·scale, and the product becomes ρ, 0 on pruned entries.
     """
     grid, steps, (n, k) = _strips(product_NK)
     found_4PK, parts = root_N.new_empty(4, grid[0], k), grid[0]
@@ -96,7 +95,7 @@ def residuals(
     with torch.cuda.device(product_NK.device):
         _residual[grid](
             product_NK, back_NK, new_NK, mask_NK, root_N, out_NK, found_4PK, n, k, parts, *new_NK.stride(), *mask_NK.stride(),
-            *out_NK.stride(), steps, numbers[:1], numbers[1:], keep, _ROWS, _COLS,
+            *out_NK.stride(), steps, numbers, _ROWS, _COLS,
         )  # fmt: skip
     return found_4PK[0].sum(0), *found_4PK[1:].amax(1)
 

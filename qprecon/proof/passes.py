@@ -49,13 +49,10 @@ class Seen:
     violation_K: Array
 
 
-def look(
-    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool
-) -> Seen:
-    """One look at ŵ = ``weights_NK`` for some columns; ``rho_out_NK`` becomes ρ in units of ``cert.unit``. Without ``certify``
-    s need not be right."""
+def look(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array) -> Seen:
+    """One look at ŵ = ``weights_NK`` for some columns; ``rho_out_NK`` becomes ρ in units of ``cert.unit``."""
     if fused(problem, weights_NK):
-        return _look_fused(problem, cert, weights_NK, columns, rho_out_NK, certify)
+        return _look_fused(problem, cert, weights_NK, columns, rho_out_NK)
     w_NK, new_NK = cast(problem.weights_NK[:, columns], "float64"), cast(weights_NK, "float64")
     mask_NK = problem.mask_NK[:, columns]
     back_NK = w_NK - new_NK  # −Δ
@@ -89,7 +86,7 @@ def energies(hessian: Hessian, new_NK: Array, old_NK: Array) -> tuple[Array, Arr
         from .kernels import differences, residuals
 
         d_NK, mass_K = differences(new_NK, old_NK, root_N)
-        value_K = residuals(hessian.product(d_NK), d_NK, new_NK, new_NK != 0, root_N, hessian.ridge, 1.0, out_NK, False)[0]
+        value_K = residuals(hessian.product(d_NK), d_NK, new_NK, new_NK != 0, root_N, hessian.ridge, 1.0, out_NK)[0]
     else:
         d_NK = cast(new_NK, "float64") - cast(old_NK, "float64")
         product_NK = hessian.damped_product(d_NK)
@@ -106,15 +103,13 @@ def fused(problem: ColumnQP, weights_NK: Array) -> bool:
     return TRITON and plain and floats and device_type(weights_NK) == "cuda"
 
 
-def _look_fused(
-    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool
-) -> Seen:
+def _look_fused(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array) -> Seen:
     from .kernels import differences, residuals
 
     back_NK, mass_K = differences(problem.weights_NK[:, columns], weights_NK, cert.root_N)
     free_NK = problem.hessian.product(back_NK)
     value_K, stationarity_K, energy_K, violation_K = residuals(
-        free_NK, back_NK, weights_NK, problem.mask_NK[:, columns], cert.root_N, problem.ridge, 1.0 / cert.unit, rho_out_NK, certify
+        free_NK, back_NK, weights_NK, problem.mask_NK[:, columns], cert.root_N, problem.ridge, 1.0 / cert.unit, rho_out_NK
     )
     rounding_K = 2.0 * gamma(problem.n_inputs) * mass_K**2
     price_K = namespace(value_K).zeros_like(value_K)

@@ -86,13 +86,13 @@ def test_kernels_do_what_plain_operations_do(n, rank, k):
         (Fused(mask_NK, 0, *factors), factors),
     ):
         scalars, r_NK, x_NK = Scalars.zeros(start_NK), start_NK.clone(), torch.zeros_like(start_NK)
-        sums = [ops.project(of_r, r_NK)]
+        sums = [ops.project(of_r, r_NK).clone()]
         p_NK = ops.begin(r_NK, w_NK.clone(), inverse_N1, scalars)
-        sums.append(ops.project(of_p, p_NK))
+        sums.append(ops.project(of_p, p_NK).clone())
         ops.advance(x_NK, r_NK, p_NK, 2.0 * p_NK + 0.01 * q_NK, scalars)
-        sums.append(ops.project(of_r, r_NK))
+        sums.append(ops.project(of_r, r_NK).clone())
         ops.turn(x_NK, p_NK, r_NK, w_NK.clone(), inverse_N1, scalars)
-        sums.append(ops.project(of_p, p_NK))
+        sums.append(ops.project(of_p, p_NK).clone())
         low_NK = ops.low(p_NK)[:n].float()
         assert ((low_NK - p_NK).abs() <= 2.0**-8 * p_NK.abs()).all()
         found.append([x_NK, r_NK, p_NK, scalars.rz_K, scalars.gain_K, *(each / scales_r[:, None] for each in sums)])
@@ -142,6 +142,25 @@ def test_the_audit_in_kernels_is_that_of_plain_operations(turned, monkeypatch):
     for name in ("objective", "gap_bound", "stationarity", "violation", "value", "rounding", "mass"):
         np.testing.assert_allclose(getattr(kernels, name)[kept], getattr(plain, name)[kept], rtol=1e-9, atol=1e-12, err_msg=name)
     torch.testing.assert_close(kernels.rho_NK, plain.rho_NK, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+def test_replayed_steps_are_the_steps(precision, monkeypatch):
+    """The same bits with graphs and without, also where columns end at different iterations and a second solve follows."""
+    from qprecon.backends._pcg import replay
+
+    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem(n=700, k=300))
+    mask_NK[:, ::7] = True  # which are done at once
+    prepared = qprecon.prepare(h_NN, damping=0.01)
+    solve = lambda tol: prepared.solve(w_NK, mask_NK, "pcg", tol=tol, precision=precision)  # noqa: E731
+    graphs = [solve(tol) for tol in (1e-4, 1e-5, 1e-4)]
+    limited = prepared.solve(w_NK, mask_NK, "pcg", max_iterations=4, precision=precision)
+    monkeypatch.setattr(replay, "_MOST", 0)
+    plain = [solve(tol) for tol in (1e-4, 1e-5, 1e-4)]
+    assert limited.iterations.max() == prepared.solve(w_NK, mask_NK, "pcg", max_iterations=4, precision=precision).iterations.max()
+    for with_graphs, without in zip(graphs, plain, strict=True):
+        assert torch.equal(with_graphs.weights, without.weights) and with_graphs.optimal.all()
+        assert (with_graphs.iterations == without.iterations).all()
 
 
 def test_pcg_of_transposed_views():

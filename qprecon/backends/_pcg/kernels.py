@@ -8,7 +8,7 @@ each launch stands within ``torch.cuda.device`` of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import triton
@@ -65,7 +65,7 @@ def _put_sums(out_ptr, sums, cols, k, RANK: tl.constexpr):
 @triton.jit
 def _advance(
     r_ptr, q_ptr, mask_ptr, alpha_ptr, f_ptr, out_ptr, n, k, steps,
-    HAS_Q: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     if RANK:
@@ -76,12 +76,11 @@ def _advance(
         at = rows[:, None].to(tl.int64) * k + cols[None, :]
         inside = (rows < n)[:, None] & (cols < k)[None, :]
         r = tl.load(r_ptr + at, inside, 0.0)
-        if HAS_Q:
-            alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)[None, :]
-            kept = tl.load(mask_ptr + at, inside, 0) != 0
-            # a frozen column may hold an infinite q: 0·inf must not reach r
-            r -= tl.where(kept & (alpha != 0.0), alpha * tl.load(q_ptr + at, inside, 0.0), 0.0)
-            tl.store(r_ptr + at, r, inside)
+        alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)[None, :]
+        kept = tl.load(mask_ptr + at, inside, 0) != 0
+        # a frozen column may hold an infinite q: 0·inf must not reach r
+        r -= tl.where(kept & (alpha != 0.0), alpha * tl.load(q_ptr + at, inside, 0.0), 0.0)
+        tl.store(r_ptr + at, r, inside)
         if RANK:
             high, rest = _project(f_ptr, r, high, rest, rows, n, RANK)
     if RANK:
@@ -130,7 +129,7 @@ def _dot_z(
 @triton.jit
 def _turn(
     x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, low_ptr, alpha_ptr, beta_ptr, f_ptr, out_ptr, n, k, steps,
-    HAS_W: tl.constexpr, HAS_P: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HAS_W: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     if RANK:
@@ -141,12 +140,11 @@ def _turn(
         at = rows[:, None].to(tl.int64) * k + cols[None, :]
         inside = (rows < n)[:, None] & (cols < k)[None, :]
         p, _ = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows[:, None], n, HAS_W)
-        if HAS_P:
-            alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)[None, :]
-            beta = tl.load(beta_ptr + cols, cols < k, 0.0)[None, :]
-            before = tl.load(p_ptr + at, inside, 0.0)
-            tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + alpha * before, inside)
-            p += beta * before
+        alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)[None, :]
+        beta = tl.load(beta_ptr + cols, cols < k, 0.0)[None, :]
+        before = tl.load(p_ptr + at, inside, 0.0)
+        tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + alpha * before, inside)
+        p += beta * before
         tl.store(p_ptr + at, p, inside)
         tl.store(low_ptr + at, p.to(tl.bfloat16), inside)
         if RANK:
@@ -199,6 +197,7 @@ class Fused:
     ``factor.FactorInPieces``: neither is read again for it. x follows one step later than in ``Plain``, in ``turn``, which reads p.
     """
 
+    in_place: ClassVar[bool] = True  # what outlives a step stays where it is
     mask_NK: torch.Tensor
     tail: int = 0
     of_r: FactorInPieces | None = None
@@ -208,20 +207,18 @@ class Fused:
     _sums: dict[int, torch.Tensor] = field(default_factory=dict)  # by the factor's id
 
     def project(self, factor, x_NK):
-        """Fᵀx, (r, K); x is r or p as it is now."""
+        """Fᵀx, (r, K); x is r or p as it is now. Before the first step r was made elsewhere."""
         if id(factor) in self._sums:
             return self._sums[id(factor)]
-        if factor is not self.of_r:
-            return factor.project(x_NK)
-        self._step_r(x_NK, None, None)  # before the first iteration
-        return self._sums[id(factor)]
+        return factor.project(x_NK)
 
     def begin(self, r_NK, w_NK, inverse_N1, scalars):
-        (n, k), p_NK = r_NK.shape, torch.empty_like(r_NK)
+        (n, k), p_NK = r_NK.shape, torch.zeros_like(r_NK)
         self._low_MK = torch.empty(n + self.tail, k, dtype=torch.bfloat16, device=r_NK.device)
         scalars.active_K.fill_(True)
-        beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
-        self._direct(p_NK, p_NK, r_NK, w_NK, inverse_N1, beta_K, beta_K, False)
+        self._rz(r_NK, w_NK, inverse_N1, scalars)
+        zero_K = torch.zeros_like(scalars.rz_K)
+        self._direct(torch.empty_like(p_NK), p_NK, r_NK, w_NK, inverse_N1, zero_K, zero_K)
         return p_NK
 
     def advance(self, x_NK, r_NK, p_NK, q_NK, scalars):
@@ -235,7 +232,7 @@ class Fused:
 
     def turn(self, x_NK, p_NK, r_NK, w_NK, inverse_N1, scalars):
         beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
-        self._direct(x_NK, p_NK, r_NK, w_NK, inverse_N1, self._alpha_K, beta_K, True)
+        self._direct(x_NK, p_NK, r_NK, w_NK, inverse_N1, self._alpha_K, beta_K)
 
     def low(self, p_NK):
         """p in bfloat16, which ``begin`` and ``turn`` have written, and ``tail`` rows below it."""
@@ -250,23 +247,21 @@ class Fused:
         return beta_K
 
     def _step_r(self, r_NK, q_NK, alpha_K):
-        """r −= αq on kept entries, in place, unless q is None; and what ``project`` gives of r."""
+        """r −= αq on kept entries, in place, and what ``project`` gives of r."""
         grid, steps, pieces_3rN, sums, rank = self._strips(r_NK, self.of_r)
-        has_q = q_NK is not None
-        q_NK, alpha_K = (q_NK, alpha_K) if has_q else (r_NK, r_NK)
         with torch.cuda.device(r_NK.device):
             _advance[grid](
-                r_NK, q_NK, self.mask_NK, alpha_K, pieces_3rN, sums, *r_NK.shape, steps, has_q, rank, _ROWS, _COLS, num_warps=8
+                r_NK, q_NK, self.mask_NK, alpha_K, pieces_3rN, sums, *r_NK.shape, steps, rank, _ROWS, _COLS, num_warps=8
             )
         self._keep(self.of_r, sums)
 
-    def _direct(self, x_NK, p_NK, r_NK, w_NK, inverse_N1, alpha_K, beta_K, has_p):
+    def _direct(self, x_NK, p_NK, r_NK, w_NK, inverse_N1, alpha_K, beta_K):
         grid, steps, pieces_3rN, sums, rank = self._strips(r_NK, self.of_p)
         w_NK, has_w = (r_NK, False) if w_NK is None else (w_NK, True)
         with torch.cuda.device(r_NK.device):
             _turn[grid](
                 x_NK, p_NK, r_NK, w_NK, self.mask_NK, inverse_N1, self._low_MK, alpha_K, beta_K, pieces_3rN, sums,
-                *r_NK.shape, steps, has_w, has_p, rank, _ROWS, _COLS, num_warps=8,
+                *r_NK.shape, steps, has_w, rank, _ROWS, _COLS, num_warps=8,
             )  # fmt: skip
         self._keep(self.of_p, sums)
 
@@ -282,7 +277,11 @@ class Fused:
         return grid, steps, factor.rows_3rN, like_NK.new_empty(grid[0], rank, k), rank
 
     def _keep(self, factor, sums):
-        if factor is not None:
+        if factor is None:
+            return
+        if id(factor) in self._sums:
+            torch.sum(sums, 0, out=self._sums[id(factor)])
+        else:
             self._sums[id(factor)] = sums.sum(0)
 
     def _partial(self, like_NK):

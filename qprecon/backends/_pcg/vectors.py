@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
 from ...arrays.linalg import column_dots, take_columns
@@ -40,6 +40,7 @@ class Scalars:
 class Plain:
     """The operations with numpy or torch arrays. The mask is in the vectors' dtype; p and r are zero on pruned entries."""
 
+    in_place: ClassVar[bool] = False  # scalars are made anew in each step
     mask_NK: Array
     tail: int = 0
 
