@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.faults import damage, disk, kills, machines, memory, network, recipes
-from tests.faults.runs import ROOT, Models, Server, Tally, make_models
+from tests.faults.runs import KINDS, ROOT, Models, Server, Tally, make_models
 
 OUT = ROOT / "benchmarks" / "results" / "faults.json"
 # Part -> how many cases unless --count says otherwise.
@@ -45,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, help="cases of a part, in place of its own number")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where memory runs out")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="on a GPU: no run begins after so many")
     parser.add_argument("--no-json", action="store_true", help="print only")
     given = parser.parse_args(arguments)
     parts = given.only.split(",")
@@ -52,11 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(COUNTS)}")
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
-        models = make_models(Path(name) / "models")
+        on_gpu = given.device == "cuda" and parts == ["memory"]  # it has larger models of its own
+        models = make_models(Path(name) / "models", () if on_gpu else tuple(KINDS))
         for part in parts:
             tally = Tally(part if part != "memory" else f"memory of a {given.device.replace('cuda', 'gpu')}", given.seed)
             began = time.monotonic()
-            run(part, models, Path(name) / part, COUNTS[part] if given.count is None else given.count, given.device, tally)
+            run(part, models, Path(name) / part, COUNTS[part] if given.count is None else given.count, given, tally)
             tally.seconds = time.monotonic() - began
             wrong += len(tally.faults)
             print(table(tally), flush=True)
@@ -65,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(wrong > 0)
 
 
-def run(part: str, models: Models, folder: Path, count: int, device: str, tally: Tally) -> None:
+def run(part: str, models: Models, folder: Path, count: int, given: argparse.Namespace, tally: Tally) -> None:
     """One part of the campaign."""
     if part == "machines":
         machines.new_machines(folder, tally)
@@ -73,9 +76,9 @@ def run(part: str, models: Models, folder: Path, count: int, device: str, tally:
         machines.odd_homes(folder, tally)
     elif part == "network":
         network.hanging_network(models, folder, tally)
-    elif part == "memory" and device == "cuda":
-        wide = memory.make_wide(folder / "models")
-        memory.out_of_memory(memory.InProcess(), wide, folder, count, tally, device, ("llama", "llama-pickled"))
+    elif part == "memory" and given.device == "cuda":
+        wide, kinds = memory.make_wide(folder / "models"), ("llama", "llama-pickled")
+        memory.out_of_memory(memory.InProcess(), wide, folder, count, tally, "cuda", kinds, given.seconds)
     else:
         with Server() as server:
             _served(part, server, models, folder, count, tally)

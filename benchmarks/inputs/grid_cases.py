@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qprecon.llm.masks import SELECTORS, Selector
+from qprecon.llm.settings.presets import OPTIONS_OF
+from qprecon.llm.settings.presets import PRESETS as PRESET_SETTINGS
+from qprecon.llm.settings.recipe import Recipe
 
 PATTERNS = ("dense", "50%", "2:4")
 GRIDS = ("bf16", "int8", "fp8", "int4", "int3")
@@ -53,16 +56,25 @@ class GridCase:
             return settings
         return settings | {"quantize": self.grid, "group_size": self.group_size or 0} | OURS[self.method]
 
+    def effective(self) -> dict[str, Any]:
+        """What the preset stands for today: rows that were measured with something else are out of date."""
+        recorded = Recipe(**self.settings()).recorded()
+        return {name: recorded[name] for name in (*PRESET_SETTINGS["best"], *OPTIONS_OF)}
+
     def __str__(self) -> str:
         rank = f":rank{self.rank}" if self.rank else ""
         return f"{self.pattern}:{self.grid}:{self.method}:{self.preset}{rank}@{self.calibration}"
 
 
 def _group(preset: str) -> list[GridCase]:
-    cases = [GridCase(pattern, "bf16", preset=preset) for pattern in ("50%", "2:4")]
-    cases += [GridCase(pattern, "int4", method, preset) for pattern in PATTERNS for method in OURS]
-    cases += [GridCase("50%", grid, method, preset) for grid in ("int8", "fp8") for method in ("ours", "rounding")]
-    return cases
+    """What is wanted first stands first: a run may have a budget."""
+    cases = [GridCase("50%", "bf16", preset=preset)]
+    methods = ("ours", "gptq", "gptq-order")
+    cases += [GridCase(pattern, "int4", method, preset) for pattern in ("50%", "dense") for method in methods]
+    cases += [GridCase("2:4", "bf16", preset=preset), *(GridCase("2:4", "int4", method, preset) for method in ("ours", "gptq"))]
+    cases += [GridCase("50%", grid, "ours", preset) for grid in ("int8", "fp8")]
+    cases += [GridCase(pattern, "int4", "rounding", preset) for pattern in PATTERNS]
+    return cases + [GridCase("50%", grid, "rounding", preset) for grid in ("int8", "fp8")]
 
 
 def _joint() -> list[GridCase]:
@@ -71,10 +83,11 @@ def _joint() -> list[GridCase]:
 
 
 GROUPS: dict[str, list[GridCase]] = {
-    "fast": _group("fast"),
+    "fast": [GridCase("dense", "bf16"), *_group("fast")],
     "best": _group("best"),
     "joint": _joint(),
     "rank": [GridCase("2:4", grid, preset=preset, rank=64) for preset in PRESETS for grid in ("int4", "bf16")],
+    "start": [GridCase("50%", "int4", "gptq-start", preset) for preset in PRESETS],
 }
 
 

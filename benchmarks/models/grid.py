@@ -3,9 +3,9 @@
     python benchmarks/models/grid.py --model FOLDER --data FOLDER --device cuda --group 64 [--cases fast best joint rank]
 
 Cases are groups (see inputs/grid_cases.py) or written out: "50%:int4:gptq:fast", "2:4:int4:ours:best:rank64@c4". Rows go to
-benchmarks/results/grid_<model>.json; a row that is there is not run again. --group is the number of inputs that share a scale at
-4 bits; int8 and fp8 have one scale a column. Protocol: as in quality.py; weights in bfloat16, every value as a reader of the file
-computes it.
+benchmarks/results/grid_<model>.json; a row that is there is not run again, unless its preset stands for something else since then.
+--group is the number of inputs that share a scale at 4 bits; int8 and fp8 have one scale a column. Protocol: as in quality.py;
+weights in bfloat16, every value as a reader of the file computes it.
 
 Methods: "ours"; "rounding", "gptq" (GPTQ's sweep with the mask held, from the dense weights), "gptq-order" (the same, inputs of
 large H_ii first) and "gptq-start" (from the rebuilt ones), each with the preset's own mask and target; "sparsegpt+gptq" and "slim",
@@ -16,6 +16,7 @@ bits_per_weight: codes, scales and adapters (16 bits) over the weights of all pr
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import traceback
@@ -43,6 +44,11 @@ def identity(bench: Bench, case: GridCase) -> dict:
     }  # fmt: skip
 
 
+def is_current(row: dict | None, case: GridCase) -> bool:
+    """Whether a row was measured with what its preset stands for today."""
+    return row is not None and row.get("settings") == json.loads(json.dumps(case.effective()))
+
+
 def measure(bench: Bench, case: GridCase) -> dict:
     remove_adapters(bench.model)
     bench.restore()
@@ -53,7 +59,8 @@ def measure(bench: Bench, case: GridCase) -> dict:
     seconds = time.perf_counter() - started
     gaps = [row.stored_gap for row in report.layers if row.stored_gap is not None]
     facts = {
-        "mask": report.settings["mask"], "bits_per_weight": round(bits(report.layers, case), 4), "sparsity": report.sparsity,
+        "mask": report.settings["mask"], "settings": case.effective(), "bits_per_weight": round(bits(report.layers, case), 4),
+        "sparsity": report.sparsity,
         "error_updated": report.mean_error("error_updated"), "error_stored": report.mean_error("error_stored"),
         "stored_gap": sum(gaps) / len(gaps) if gaps and max(gaps) < float("inf") else None,
         "phases": {} if bench.arguments.shared else {phase: round(value, 2) for phase, value in report.phase_seconds.items()},
@@ -73,7 +80,7 @@ def run(bench: Bench, cases: Sequence[GridCase], results: Results) -> int:
     """Measure the cases that lack a row; how many failed."""
     failed, started = 0, time.perf_counter()
     for case in cases:
-        if results.get(identity(bench, case)) is not None:
+        if is_current(results.get(identity(bench, case)), case):
             continue
         if bench.arguments.budget and time.perf_counter() - started > bench.arguments.budget:
             print(f"stopped before {case}: the budget is spent", flush=True)

@@ -21,7 +21,7 @@ from ._oneline import Parser
 from ._stop import Terminated, signals_raise
 
 _SUBCOMMANDS = (prune, recover, eval, report, check_sparse, solve, backends, demo)
-SHARED = ("prune",)  # what several processes of a launcher do as one
+SHARED = ("prune", "recover")  # what several processes of a launcher do as one
 BAD_INPUT = 2
 _LONGEST = 500  # characters of a word in an error; a value that was given may be a whole file
 

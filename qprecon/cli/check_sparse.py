@@ -13,11 +13,14 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="run 2:4 layers through torch's sparse kernels on a GPU",
         description="Run every 2:4 layer of a pruned model through torch's semi-structured sparse kernels, compare the results "
         "with the dense ones, and time one layer of each shape.",
-        epilog="Exit code 1: not checked for want of a GPU, no 2:4 layer, or one that the kernels refuse.",
+        epilog="Exit code 1: not checked for want of a GPU or of kernels, no 2:4 layer, or one that the kernels refuse.",
     )
     parser.add_argument("model", metavar="OUT", help="a folder that `qprecon prune --pattern 2:4` wrote")
     parser.add_argument("--tokens", type=int, default=2048, help="rows of the product (default 2048)")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16", help="to compute in (default float16)")
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16", "int8", "fp8"], default="float16",
+        help="to compute in (default float16); int8 and fp8 for models stored so with one scale an output",
+    )  # fmt: skip
     return parser
 
 
@@ -26,11 +29,12 @@ def run(arguments: argparse.Namespace) -> int:
     from qprecon.llm.evaluation.sparse_check import check_sparse  # isort: skip - it says what is missing, torch among it
     import torch
 
+    from qprecon.llm.evaluation.sparse_products import why_none
     from qprecon.llm.model.loading import load_config
 
     load_config(arguments.model)  # a wrong path is wrong without a GPU too
-    if not torch.cuda.is_available():
-        print("not checked: torch's semi-structured sparse kernels need an NVIDIA GPU, and there is none here", file=sys.stderr)
+    if why := why_none(arguments.dtype, torch.device("cuda")):
+        print(f"not checked: {why}", file=sys.stderr)
         return 1
     result = check_sparse(arguments.model, tokens=arguments.tokens, dtype=arguments.dtype)
     print(result)

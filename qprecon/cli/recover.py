@@ -8,6 +8,7 @@ from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 
 from ._flags import add_fields, given, headings
+from ._launch import is_silent, launched
 from ._stop import Terminated
 
 _POSITIONAL = ("model", "dense", "out")
@@ -48,12 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
         flags["progress"] = "quiet"
     text = named_calibration(flags.pop("calibration", RecoveryRun.calibration))
     try:
-        report = recover(calibration=text, **flags)
+        with launched(flags.get("device"), flags.get("rank_timeout", RecoveryRun.rank_timeout)):
+            report = recover(calibration=text, **flags)
     except (KeyboardInterrupt, Terminated) as stop:
         if not partial_folder(flags["out"]).is_dir():
             raise
         raise type(stop)("the same command goes on after the last state that was kept") from stop
-    if not arguments.quiet:
+    if not arguments.quiet and not is_silent():
         print(report.summary())
         print(f"the recovered model and its report are in {flags['out']}")
     return 0

@@ -43,6 +43,29 @@ def test_rows_of_every_method(common):
     assert rows["2:4", "int4", "slim", 2]["bits_per_weight"] > 4.1
     assert all(set(row["perplexity"]) == {"wikitext2", "c4"} for row in rows.values())
     assert grid.main([*arguments, "--group", "16", "--cases", *cases]) == 0 and (out / "grid_toy.json").read_text() == text
+    before = next(row for row in json.loads(text) if row["grid"] == "int8")  # a row of another effort is measured again, in place
+    other = json.dumps(before | {"settings": before["settings"] | {"rounding_options": {"sweeps": 9}}})
+    (out / "grid_toy.json").write_text(text.replace(json.dumps(before), other))
+    assert grid.main([*arguments, "--group", "16", "--cases", *cases]) == 0
+    again = [row for row in json.loads((out / "grid_toy.json").read_text()) if row["grid"] == "int8"]
+    assert [row["settings"] for row in again] == [before["settings"]]
+
+
+def test_the_groups_hold_what_is_asked_for():
+    """Every preset: 16 bits, int4 and its rivals for each pattern, int8 and fp8; the same cases in every group of a preset."""
+    from benchmarks.inputs.grid_cases import GROUPS, GridCase
+
+    for preset in ("fast", "best"):
+        for pattern in ("dense", "50%", "2:4"):
+            for method in ("ours", "gptq", "rounding"):
+                assert GridCase(pattern, "int4", method, preset) in GROUPS[preset]
+        wanted = [("50%", "bf16"), ("2:4", "bf16"), ("50%", "int8"), ("50%", "fp8")]
+        assert all(GridCase(*each, "ours", preset) in GROUPS[preset] for each in wanted)
+        assert GridCase("2:4", "int4", "ours", preset, rank=64) in GROUPS["rank"]
+    assert {case.method for case in GROUPS["joint"]} == {"sparsegpt+gptq", "slim"}
+    assert len({case for cases in GROUPS.values() for case in cases}) == sum(map(len, GROUPS.values()))
+    for case in GROUPS["best"]:
+        assert case.effective()["mask"] == ("wanda" if case.pattern == "dense" else "alps")
 
 
 def test_the_published_joint_methods(common):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import pytest
 
@@ -9,7 +10,7 @@ from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, two_at_once
 from .machines import NAMES, run_here
-from .memory import out_of_memory
+from .memory import InProcess, out_of_memory
 from .recipes import bombs, paths_out, random_recipes
 from .runs import Models, Server, Tally, make_models
 
@@ -62,6 +63,14 @@ def test_damaged_files(server, models, tmp_path, tally):
 def test_out_of_memory(server, models, tmp_path, tally):
     out_of_memory(server, models, tmp_path, 12, tally, kinds=("llama", "llama-pickled"))
     assert tally.counts["one line"] > 2 and tally.counts["finished all the same"] > 2
+
+
+def test_out_of_memory_without_a_fork(models, tmp_path, tally, monkeypatch):
+    """As on a GPU, where ruamel.yaml and pydantic may be missing."""
+    for name in ("ruamel.yaml", "pydantic"):
+        monkeypatch.setitem(sys.modules, name, None)
+    out_of_memory(InProcess(), models, tmp_path, 4, tally, kinds=("llama",))
+    assert tally.counts["one line"] + tally.counts["finished all the same"] == 4
 
 
 def test_recipes(server, models, tmp_path, tally):

@@ -7,7 +7,7 @@ Before that, eight tokens tell what classes of blocks return and whether the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.memory import choose_store
+from qprecon.llm.calibration.memory import choose_store, placed
 from qprecon.llm.calibration.replay import Call, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
@@ -38,11 +38,12 @@ def capture_inputs(
     streams: int = 1,
     on_sample: Callable[[], None] = lambda: None,
     share: Share | None = None,
+    compute: torch.dtype | None = None,
 ) -> BlockInputs:
     """The inputs of all `blocks` for every sample, a (T,) or (1, T) tensor of token numbers.
 
     With `batch` > 1 neighbours of one length go through the blocks together: small models are then not bound by launches.
-    `share`: which of the samples are this rank's; without, all.
+    `share`: which of the samples are this rank's; without, all. `compute`: what 16-bit floats are computed in, if not as they are.
 
     Arguments of blocks go to `device`, where the blocks will run, the model's own unless given; hidden states are kept on
     `store`, by default wherever `choose_store` says for `streams` times as many. The model is left as it was found,
@@ -54,18 +55,19 @@ def capture_inputs(
     device = torch.device(device or next(model.parameters()).device)
     decoder = getattr(model, "base_model", model)  # without the head, whose product would cost more than all else
     stacked = _batched(samples, batch, share)
-    run = partial(_captured, decoder, blocks, stacked, device, store, streams, on_sample)
+    run = partial(_captured, decoder, blocks, stacked, device, store, streams, on_sample, compute)
     try:
-        with _moved(decoder, blocks, device):
+        with _moved(decoder, blocks, device, compute):
             return run()
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
-    return run()
+    with _moved(decoder, blocks, None, compute):
+        return run()
 
 
 def _captured(
     decoder: nn.Module, blocks: Sequence[Block], stacked: _Batches, device: torch.device, store: Any, streams: int,
-    on_sample: Callable[[], None],
+    on_sample: Callable[[], None], compute: torch.dtype | None,
 ) -> BlockInputs:  # fmt: skip
     """`capture_inputs` with the decoder where it is."""
     home = next(decoder.parameters()).device
@@ -77,7 +79,7 @@ def _captured(
         with replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
             decoder(input_ids=short, use_cache=False)
         if not any(parameter.is_meta for block in blocks for parameter in block.module.parameters()):
-            _check_replay(decoder, blocks, short, recorder.containers)
+            _check_replay(decoder, blocks, short, recorder.containers, compute)
         with replaced_forwards(blocks, recorder.record):
             for numbers in batches:
                 with recorder.sample():
@@ -87,13 +89,15 @@ def _captured(
     return replace(inputs, share=stacked.share, portions=stacked.portions, begins=stacked.begins)
 
 
-def _check_replay(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tensor, containers: dict) -> None:
+def _check_replay(
+    decoder: nn.Module, blocks: Sequence[Block], short: torch.Tensor, containers: dict, compute: torch.dtype | None
+) -> None:
     """ValueError where a replay of the few tokens `short`, (1, T), is not what the model computes for them."""
     recorder = _Recorder(decoder, blocks, short.device, short.device, short.numel())
     recorder.containers = containers
     with replaced_forwards(blocks, recorder.record), recorder.sample():
         decoder(input_ids=short, use_cache=False)
-    check = ReplayCheck(blocks, recorder.model, placed)
+    check = ReplayCheck(blocks, recorder.model, partial(placed, compute=compute))
 
     def beside(index: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         replay = partial(run_block, forward, call=recorder.calls[index][0])
@@ -108,30 +112,16 @@ def firsts(blocks: Sequence[Block]) -> list[int]:
     return list({type(block.module): index for index, block in reversed(list(enumerate(blocks)))}.values())
 
 
-def _moved(decoder: nn.Module, blocks: Sequence[Block], device: torch.device) -> AbstractContextManager[None]:
+def _moved(
+    decoder: nn.Module, blocks: Sequence[Block], device: torch.device | None, compute: torch.dtype | None
+) -> AbstractContextManager[None]:
     """While open, what lies outside the blocks and the first block of each class are on the device; then the same tensors again.
 
     A host's processor takes seconds for the embeddings and the last norm of all windows.
     """
     probed = set(firsts(blocks))
     away = {id(m) for index, block in enumerate(blocks) if index not in probed for m in block.module.modules()}
-    return placed((module for module in decoder.modules() if id(module) not in away), device)
-
-
-@contextmanager
-def placed(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """While open, what each of the modules holds itself is on the device; then the same tensors again."""
-    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    try:
-        for module in modules:
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.device != device and not tensor.is_meta and id(tensor) not in before:
-                    before[id(tensor)] = tensor, tensor.data
-                    tensor.data = tensor.data.to(device)
-        yield
-    finally:
-        for tensor, data in before.values():
-            tensor.data = data
+    return placed((module for module in decoder.modules() if id(module) not in away), device, compute)
 
 
 @dataclass(frozen=True)

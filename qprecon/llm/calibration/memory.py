@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
+
+from qprecon.llm.model.dtypes import widened
 
 Result = TypeVar("Result")
 
@@ -40,6 +43,26 @@ def fetched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     A copy to pageable memory goes through the driver piece by piece, and kernels that other threads launch wait for it.
     """
     return {name: stored(tensor.contiguous(), torch.device("cpu")) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def placed(
+    modules: Iterable[nn.Module], device: torch.device | None, compute: torch.dtype | None = None, *, changed: bool = False
+) -> Iterator[None]:
+    """While open, what each of the modules holds itself is on the device, if one is given, and of the dtype that it is computed in;
+    then the same tensors again, with their new values if `changed`."""
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    try:
+        for module in modules:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                place, dtype = device or tensor.device, widened(tensor.dtype, compute)
+                if (tensor.device, tensor.dtype) != (place, dtype) and not tensor.is_meta and id(tensor) not in before:
+                    before[id(tensor)] = tensor, tensor.data
+                    tensor.data = tensor.data.to(place, dtype)
+        yield
+    finally:
+        for tensor, data in before.values():
+            tensor.data = data.copy_(tensor.data) if changed else data
 
 
 def choose_store(bytes_needed: int, device: torch.device, share: int = 3) -> torch.device:

@@ -1,4 +1,4 @@
-"""Do a pruned model's 2:4 layers run through torch's semi-structured sparse kernels, and what does that gain?
+"""Do a pruned model's 2:4 layers run through torch's sparse kernels, and what does that gain?
 
 Sizes: K outputs, N inputs, T tokens; a Linear's weight is (K, N).
 """
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.llm.evaluation.sparse_products import Products, products, why_none
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import computing_on
-from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import find_linears
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.model.unprunable import check_refused
 
-Sparsify = Callable[[torch.Tensor], torch.Tensor]
+Layer = tuple[torch.Tensor, torch.Tensor | None]  # weights (K, N) and, for low-bit ones, their scales
 _REPEATS, _LAUNCHES = 20, 10
-# Both products round their 16-bit inputs alike and sum in float32, in another order.
+# Both products have the same inputs of 8 or 16 bits and sum in float32, in another order; int8 sums exactly.
 _LARGEST_DIFFERENCE = 2e-2
 
 
@@ -77,31 +77,34 @@ def check_sparse(
 ) -> SparseCheck:
     """Run every 2:4 linear layer of a saved model's blocks densely and through the sparse kernels, and compare.
 
-    Low-bit weights are unpacked first: the kernels are those of `dtype`, a 16-bit float.
+    dtype: a 16-bit float, for which low-bit weights are unpacked; or "int8" or "fp8", for a model that is stored so with one scale
+    an output: its codes are multiplied by inputs of 8 bits. What it takes to round a layer's inputs to 8 bits is not timed.
 
-    Raises RuntimeError where there is no CUDA device: the kernels exist for NVIDIA GPUs (from Ampere on) only.
+    Raises RuntimeError where there are no such kernels: they exist for NVIDIA GPUs (from Ampere on; fp8 from Ada on) only.
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("torch's semi-structured sparse kernels need an NVIDIA GPU, and there is none here")
+    why = why_none(dtype, torch.device(device))
+    if why and torch.device(device).type == "cuda":
+        raise RuntimeError(why)
     loaded, _ = load_causal_lm(model, device="cpu", dtype="auto")
     if getattr(loaded.config, "quantization_config", None) is not None:
         with torch.no_grad():
             loaded(torch.zeros(1, 8, dtype=torch.long))  # low-bit weights are unpacked by the first forward pass
     with computing_on(torch.device(device)):
-        return _check(loaded, tokens, as_dtype(dtype), torch.device(device), torch.sparse.to_sparse_semi_structured)
+        return check_model(loaded, tokens, str(dtype).removeprefix("torch."), torch.device(device), products(dtype))
 
 
-def _check(model: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device, sparsify: Sparsify) -> SparseCheck:
-    by_shape: dict[tuple[int, int], list[torch.Tensor]] = {}
+def check_model(model: nn.Module, tokens: int, dtype: str, device: torch.device, kernels: Products) -> SparseCheck:
+    """The same for a model in memory, with the kernels given. dtype: their name."""
+    by_shape: dict[tuple[int, int], list[Layer]] = {}
     others = []
-    for name, weight_KN in _linear_weights(model):
-        if is_2_4(weight_KN):
-            by_shape.setdefault((weight_KN.shape[0], weight_KN.shape[1]), []).append(weight_KN)
+    for name, layer in _linear_layers(model):
+        if is_2_4(layer[0]):
+            by_shape.setdefault((layer[0].shape[0], layer[0].shape[1]), []).append(layer)
         else:
             others.append(name)
-    rows = tuple(_measure(weights, tokens, dtype, device, sparsify) for weights in by_shape.values())
+    rows = tuple(measure(layers, tokens, device, kernels) for layers in by_shape.values())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return SparseCheck(rows, tuple(others), tokens, name, str(dtype).removeprefix("torch."))
+    return SparseCheck(rows, tuple(others), tokens, name, dtype)
 
 
 def is_2_4(weight_KN: torch.Tensor) -> bool:
@@ -110,56 +113,59 @@ def is_2_4(weight_KN: torch.Tensor) -> bool:
     return N % 4 == 0 and bool(((weight_KN != 0).view(K, N // 4, 4).sum(-1) <= 2).all())
 
 
-def _linear_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
     for block in find_blocks(model):
         linears = find_linears(block, model=model)
         check_refused(linears.refused)
         for view in linears.views:
-            yield view.name, view.weights_NK().T.contiguous()
+            scale_K1 = getattr(view.module, "weight_scale", None) if view.expert is None else None
+            yield view.name, (view.weights_NK().T.contiguous(), scale_K1)
 
 
 @torch.inference_mode()
-def _measure(
-    weights: list[torch.Tensor], tokens: int, dtype: torch.dtype, device: torch.device, sparsify: Sparsify
-) -> ShapeRow:
-    K, N = weights[0].shape
-    generator = torch.Generator().manual_seed(0)
-    x_TN = torch.randn(tokens, N, generator=generator).to(device, dtype)
+def measure(layers: list[Layer], tokens: int, device: torch.device, kernels: Products) -> ShapeRow:
+    """Layers of one shape, weights (K, N) and scales: every one is compared, the first is timed."""
+    K, N = layers[0][0].shape
+    x_TN = kernels.inputs(torch.randn(tokens, N, generator=torch.Generator().manual_seed(0)).to(device))
     largest, dense_ms, sparse_ms = 0.0, None, None
-    for weight in weights:
-        dense_KN = weight.to(device, dtype)
+    for weight_KN, scale_K1 in layers:
         try:
-            sparse_KN = sparsify(dense_KN)
-            result = nn.functional.linear(x_TN, sparse_KN)
+            dense_KN = kernels.weights(weight_KN.to(device), None if scale_K1 is None else scale_K1.to(device))
+        except ValueError as error:
+            return ShapeRow(K, N, len(layers), None, None, None, str(error))
+        try:
+            packed = kernels.compress(dense_KN)
+            result = kernels.sparse(x_TN, packed)
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return ShapeRow(K, N, len(weights), None, None, None, f"the sparse kernels refused: {reason}")
-        expected = nn.functional.linear(x_TN, dense_KN).float()
+            return ShapeRow(K, N, len(layers), None, None, None, f"the sparse kernels refused: {reason}")
+        expected = kernels.dense(x_TN, dense_KN).float()
         largest = max(largest, float((result.float() - expected).norm() / expected.norm().clamp(min=1e-30)))
         if dense_ms is None:
-            dense_ms, sparse_ms = _milliseconds(x_TN, dense_KN), _milliseconds(x_TN, sparse_KN)
+            dense_ms = _milliseconds(lambda weight=dense_KN: kernels.dense(x_TN, weight), device)
+            sparse_ms = _milliseconds(lambda weight=packed: kernels.sparse(x_TN, weight), device)
     wrong = f"the sparse result differs by {largest:.1e}" if not largest <= _LARGEST_DIFFERENCE else ""
-    return ShapeRow(K, N, len(weights), dense_ms, sparse_ms, largest, wrong)
+    return ShapeRow(K, N, len(layers), dense_ms, sparse_ms, largest, wrong)
 
 
-def _milliseconds(x_TN: torch.Tensor, weight_KN: Any) -> float:
+def _milliseconds(product: Callable[[], Any], device: torch.device) -> float:
     """Of one product: the median over some repetitions, after two to warm up.
 
     Several are launched before the wait, as in a model: one alone would mostly show what launching and waiting take.
     """
-    launches = _LAUNCHES if x_TN.is_cuda else 1
+    launches = _LAUNCHES if device.type == "cuda" else 1
     times = []
     for repetition in range(_REPEATS + 2):
-        _wait(x_TN)
+        _wait(device)
         started = time.perf_counter()
         for _ in range(launches):
-            nn.functional.linear(x_TN, weight_KN)
-        _wait(x_TN)
+            product()
+        _wait(device)
         if repetition >= 2:
             times.append(1e3 * (time.perf_counter() - started) / launches)
     return sorted(times)[len(times) // 2]
 
 
-def _wait(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

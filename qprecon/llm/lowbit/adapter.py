@@ -117,15 +117,13 @@ def check_adapters(rank: int, views: Iterable[LinearView], model: nn.Module) -> 
             raise ValueError(f"adapter_rank: {view.name} is no linear module for an adapter to be beside; leave it out (ignore)")
 
 
-def attach(module: nn.Module, adapter: Adapter) -> None:
-    """From now on the linear module adds its adapter's product."""
+def attach(module: nn.Module, adapter: Adapter, dtype: torch.dtype) -> None:
+    """From now on the linear module adds its adapter's product. dtype: of the adapter in its file."""
     if ADAPTER[0] not in module._buffers:
         handle = module.register_forward_hook(_add)
         object.__setattr__(module, "_adapter_handle", handle)
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
     for name, part in zip(ADAPTER, adapter, strict=True):
-        module.register_buffer(name, part.to(weight.dtype).contiguous(), persistent=False)  # as it is read from a file
+        module.register_buffer(name, part.to(dtype).contiguous(), persistent=False)  # as it is read from a file
 
 
 def _add(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
@@ -188,7 +186,7 @@ def keep_adapters(source: Keeper, block: str, module: nn.Module) -> None:
 def recall_adapters(source: Keeper, block: str, model: nn.Module) -> None:
     """Attach the adapters that an earlier run kept of a block, if it did."""
     for name, adapter in from_tensors(source.recall(f"adapters of {block}") or {}).items():
-        attach(model.get_submodule(name), adapter)
+        attach(model.get_submodule(name), adapter, adapter.left_NR.dtype)
 
 
 def write_adapter(folder: Path, adapters: Mapping[str, Adapter], rank: int) -> None:

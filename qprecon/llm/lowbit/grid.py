@@ -36,7 +36,7 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | N
     """
     if recipe.quantize == "none":
         return
-    dtypes = {view.parameter.dtype: view.name for view in views}
+    dtypes = {view.dtype: view.name for view in views}
     for dtype, name in dtypes.items():
         said = str(dtype).removeprefix("torch.")
         if dtype not in _NAMES or len(dtypes) > 1:

@@ -79,8 +79,8 @@ def on_their_grid(
     new_NK: torch.Tensor, solution: qprecon.Solution | None, recipe: Recipe,
 ) -> Stored:  # fmt: skip
     """`new_NK`, which `solution` has certified if there is one, as it is to be stored."""
-    dtypes = {view.parameter.dtype for view in views}
-    grid = grid_of(recipe, views[0].parameter.dtype)
+    dtypes = {view.dtype for view in views}
+    grid = grid_of(recipe, views[0].dtype)
     if recipe.quantize != "none":
         assert grid is not None
         start = new_NK if solution is None else solution

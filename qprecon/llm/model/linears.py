@@ -40,6 +40,11 @@ class LinearView:
     inputs_first: bool
     expert: int | None = None
     experts: int = 1
+    stored_dtype: torch.dtype | None = None  # where the parameter is for a while another: what the weights are rounded to
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored_dtype or self.parameter.dtype
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -77,7 +82,7 @@ class LinearView:
                 f"{place.shape[1]} outputs"
             )
         with torch.no_grad():
-            place.copy_(weights_NK)
+            place.copy_(weights_NK.to(self.dtype))
 
     def stored(self, columns: slice) -> torch.Tensor:
         """The weights of some outputs as they are stored; a view, (K, N) or (N, K)."""
@@ -165,12 +170,17 @@ def _all_views(block: Block) -> Iterator[LinearView]:
         if packed_as(module) is not None:
             continue
         if isinstance(module, nn.Linear) or (conv1d and module.weight.ndim == 2):
-            yield LinearView(name, module, "weight", inputs_first=conv1d)
+            yield LinearView(name, module, "weight", inputs_first=conv1d, stored_dtype=_dtype(module, "weight"))
         else:
             for fused in fused_parameters(name, module):
                 for expert in range(fused.experts):
                     full = f"{name}.{expert}.{fused.attribute}"
-                    yield LinearView(full, module, fused.attribute, fused.inputs_first, expert, fused.experts)
+                    dtype = _dtype(module, fused.attribute)
+                    yield LinearView(full, module, fused.attribute, fused.inputs_first, expert, fused.experts, dtype)
+
+
+def _dtype(module: nn.Module, attribute: str) -> torch.dtype:
+    return getattr(module, attribute).dtype
 
 
 def _without_view(block: Block, claimed: set[int]) -> Iterator[tuple[str, str | None]]:

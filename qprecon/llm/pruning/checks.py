@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from qprecon.contract.options import is_number
 from qprecon.llm.masks import LayerData, Selector, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.model.dtypes import chosen_compute
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.pruning.refine import RefineOptions
@@ -147,30 +147,7 @@ def _tried(method: Method, device: torch.device) -> list[str]:
     return ["auto", "pcg"] if method.backend == "auto" and device.type == "cuda" and not bounded else [method.backend]
 
 
-_SLOW = 2.0  # times as long as in float32, from which on it is worth a word
-
-
-def half_precision_hint(plan: Plan, dtype: str | torch.dtype | None, device: torch.device) -> str | None:
-    """What to say of a model whose weights are 16-bit, on a CPU that is slow with them, if nobody chose that; else None."""
-    stored = next(layer.view.parameter.dtype for layers in plan.layers for layer in layers)
-    if device.type != "cpu" or dtype != "auto" or stored not in (torch.bfloat16, torch.float16):
-        return None
-    times = product_seconds(stored) / product_seconds(torch.float32)
-    if times < _SLOW:
-        return None
-    name = str(stored).removeprefix("torch.")
-    return (
-        f"the weights are {name}; products of them take {times:.0f} times as long as in float32 on this CPU: "
-        'dtype="float32" (--dtype float32; a model in memory: loaded so) is faster, and makes the files twice as large'
-    )
-
-
-def product_seconds(dtype: torch.dtype) -> float:
-    """Of a linear layer of 512 x 512 and 256 tokens, the best of three; some milliseconds in all."""
-    tokens_TN, weight_KN = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    best = float("inf")
-    for _ in range(3):
-        started = time.perf_counter()
-        torch.nn.functional.linear(tokens_TN, weight_KN)
-        best = min(best, time.perf_counter() - started)
-    return best
+def computed_in(plan: Plan, wanted: str, device: torch.device) -> torch.dtype | None:
+    """What blocks of 16-bit weights are computed in (`compute_dtype`), by the first layer's dtype; None: as they are stored."""
+    stored = next(layer.view.dtype for layers in plan.layers for layer in layers)
+    return chosen_compute(wanted, stored, device)

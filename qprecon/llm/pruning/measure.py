@@ -30,20 +30,22 @@ _PANEL = 8192  # columns whose products exist at a time
 
 @dataclass(frozen=True)
 class Seconds:
-    """Wall-clock time of a group or a layer. `update` is everything from masks to stored weights, `solve` and `audit` within it."""
+    """Wall-clock time of a group or a layer. `update` is everything from masks to stored weights; `solve`, `audit` and
+    `rounding`, which has an audit of its own, are within it."""
 
     mask: float
     update: float
     measure: float
     solve: float = 0.0
     audit: float = 0.0
+    rounding: float = 0.0
 
     @staticmethod
-    def of(mask: float, update: float, measure: float, solution: qprecon.Solution | None) -> Seconds:
+    def of(mask: float, update: float, measure: float, solution: qprecon.Solution | None, rounding: float = 0.0) -> Seconds:
         if solution is None:
-            return Seconds(mask, update, measure)
+            return Seconds(mask, update, measure, rounding=rounding)
         t = solution.timing
-        return Seconds(mask, update, measure, t.setup + t.compile + t.solve, t.audit)
+        return Seconds(mask, update, measure, t.setup + t.compile + t.solve, t.audit, rounding)
 
     def share(self, part: float) -> Seconds:
         """The time of a layer: its share of the group's columns."""
@@ -94,7 +96,7 @@ def draft_rows(
     """
     dense_NK, mask_NK, new_NK, stored_NK = matrices
     energy = Energy(prepared.hessian.hessian_NN)
-    narrow = all(part.view.parameter.dtype == torch.bfloat16 for part in parts)
+    narrow = all(part.view.dtype == torch.bfloat16 for part in parts)
     figures = [energy(asked_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
     if adapted := asked_NK is not dense_NK:
         figures[1] = energy(asked_NK * ~mask_NK)
@@ -181,7 +183,7 @@ def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
     view, pattern, seconds = layer.view, layer.pattern, counted.seconds
     if finite < view.n_outputs:
         raise ValueError(
-            f"{view.name}: a new weight does not fit into {view.parameter.dtype}; load the model in bfloat16 or float32"
+            f"{view.name}: a new weight does not fit into {view.dtype}; load the model in bfloat16 or float32"
         )
     size = view.n_inputs * view.n_outputs
     masked, updated, stored = (max(value, 0.0) / dense if dense > 0 else 0.0 for value in (masked, updated, stored))

@@ -130,7 +130,7 @@ def companions_of(name: str, tokenizer: Any, files: WeightFiles | None = None) -
 
 def open_source(
     found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
-    resume: bool, log: RunLog, ranks: Ranks = Ranks(),
+    resume: bool, log: RunLog, ranks: Ranks = Ranks(), compute: torch.dtype | None = None,
 ) -> MemoryBlocks | DiskBlocks:  # fmt: skip
     """The model's blocks, ready to be pruned. From a folder: with what an unfinished run beside `out` has, if it is the same run.
 
@@ -139,10 +139,10 @@ def open_source(
     """
     if found.shards is None:
         journal = claim_output(out) if out is not None and ranks.first else None
-        return MemoryBlocks(found.model, plan.blocks, device, log, journal)
+        return MemoryBlocks(found.model, plan.blocks, device, log, journal, compute)
     if not ranks.first:
         folder, entries = ranks.gathered(None)[0]
-        return FollowedBlocks(found.model, found.shards, plan.blocks, device, FollowedJournal(folder, entries), log)
+        return FollowedBlocks(found.model, found.shards, plan.blocks, device, FollowedJournal(folder, entries), log, compute)
     # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
     of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
     fingerprint = {
@@ -159,7 +159,7 @@ def open_source(
     with ranks.busy():  # what an earlier run has finished is read
         journal = Journal.begin(partial_folder(out), fingerprint, resume)
         restore(out)
-        source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log)
+        source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log, compute)
     try:
         ranks.gathered((journal.folder, finished_entries(source)))
     except BaseException:

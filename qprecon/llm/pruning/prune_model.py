@@ -17,7 +17,7 @@ from qprecon.llm.lowbit.grid import check_grid, grid_of
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device, model_folder
 from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
-from qprecon.llm.pruning.checks import check_choices, check_method, check_ranks, half_precision_hint, with_given_masks
+from qprecon.llm.pruning.checks import check_choices, check_method, check_ranks, computed_in, with_given_masks
 from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.loop import prune_blocks
 from qprecon.llm.pruning.method import Method
@@ -149,12 +149,14 @@ def _pruned(
             plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         stays_dense = left_dense(found.model, plan)
         companions = None if out is None or not ranks.first else companions_of(found.name, found.tokenizer, found.files)
-        source = open_source(found, plan, samples, recorded, method, out, device, where.resume, log, ranks)
+        compute = computed_in(plan, recipe.compute_dtype, device)
+        recorded["compute_dtype"] = "stored" if compute is None else str(compute).removeprefix("torch.")
+        if compute is not None and ranks.first:
+            log.note(f"computed in {recorded['compute_dtype']}, stored in 16 bits as the model was")
+        source = open_source(found, plan, samples, recorded, method, out, device, where.resume, log, ranks, compute)
     try:
         if companions and (lacking := companions.note()):
             log.note(lacking)
-        if ranks.first and (hint := half_precision_hint(plan, recipe.dtype, device)):
-            log.note(hint)
         if ranks.first:
             log.say_notes()
         with log.bar(plan.n_layers, blocks=sum(map(bool, plan.layers))):

@@ -208,6 +208,7 @@ class _Masters:
 
     def __init__(self, views: Sequence[LinearView]):
         self.parameters = list({id(view.parameter): view.parameter for view in views}.values())
+        self.dtypes = list({id(view.parameter): view.dtype for view in views}.values())
         self.tensors = [parameter.detach().float().clone() for parameter in self.parameters]
         self.masks = [self._mask(parameter, views) for parameter in self.parameters]
 
@@ -233,8 +234,8 @@ class _Masters:
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.copy_(tensor)
+        for parameter, tensor, dtype in zip(self.parameters, tensors, self.dtypes, strict=True):
+            parameter.copy_(tensor.to(dtype))
 
 
 @contextmanager

@@ -53,14 +53,20 @@ def prune_parts(
     dense_NK, selection, note = choose_masks(parts, asked, prepared, tokens, method, grams.output_scales)
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
-    asked_NK, adapters = dense_NK, list[Adapter]()
+    asked_NK, adapters, rounding = dense_NK, list[Adapter](), 0.0
 
     def attempt(target_NK: torch.Tensor) -> Attempt:
+        nonlocal rounding
         new_NK, solution = rebuild(target_NK, prepared, selection, method, idle=tokens == 0)
-        return Attempt(new_NK, solution, on_their_grid(views, prepared, target_NK, selection.mask_NK, new_NK, solution, method))
+        span: list[float] = []
+        _lap(span, new_NK)
+        stored = on_their_grid(views, prepared, target_NK, selection.mask_NK, new_NK, solution, method)
+        _lap(span, new_NK)
+        rounding += span[1] - span[0]
+        return Attempt(new_NK, solution, stored)
 
     if method.adapter_rank and tokens:
-        layers, dtype = [columns for _, columns in placed(parts)], views[0].parameter.dtype
+        layers, dtype = [columns for _, columns in placed(parts)], views[0].dtype
         dense_NK, found, adapters = alternated(prepared, asked_NK, layers, method.adapter_rank, dtype, attempt)
     else:
         found = attempt(asked_NK)
@@ -71,16 +77,17 @@ def prune_parts(
     for part, columns in placed(parts):
         part.view.write(stored.weights_NK[:, columns], part.taken)
     for part, adapter in zip(parts, adapters, strict=False):
-        attach(part.view.module, adapter)
+        attach(part.view.module, adapter, part.view.dtype)
     _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
-    exact = new_NK.dtype == torch.float32 and all(view.parameter.dtype == torch.float32 for view in views)
+    exact = new_NK.dtype == torch.float32 and all(view.dtype == torch.float32 for view in views)
     stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
     matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
     drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, note, asked_NK)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
-    return [draft.timed(Seconds.of(mask, update, measure, solution).share(draft.width / dense_NK.shape[1])) for draft in drafts]
+    seconds = Seconds.of(mask, update, measure, solution, rounding)
+    return [draft.timed(seconds.share(draft.width / dense_NK.shape[1])) for draft in drafts]
 
 
 def choose_masks(

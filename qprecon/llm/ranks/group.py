@@ -109,6 +109,18 @@ class Ranks:
             raise self.meeting.lost(" ".join(str(error).split())[:200]) from error
         self.traffic.seconds += time.monotonic() - started
 
+    @contextmanager
+    def in_collectives(self) -> Iterator[None]:
+        """While open, collectives that torch begins by itself may fail: RankError, naming the rank that is lost."""
+        try:
+            yield
+        except RankError:
+            raise
+        except RuntimeError as error:
+            if self.meeting is None or not _of_collective(error):
+                raise
+            raise self.meeting.lost(" ".join(str(error).split())[:200]) from error
+
     def facts(self, device: torch.device) -> dict[str, Any]:
         """Of this rank, for the report."""
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -157,3 +169,8 @@ def own_device(device: Any) -> Any:
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _of_collective(error: RuntimeError) -> bool:
+    """Whether it says that other ranks are not there; Gloo and NCCL have no class of their own for that."""
+    return isinstance(error, distributed.DistError) or any(name in str(error).lower() for name in ("gloo", "nccl"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import nn
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import on_its_device
-from qprecon.llm.model.loading import choose_device
+from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.pruning.plan import calibration_samples
-from qprecon.llm.ranks.group import several
+from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
@@ -25,7 +25,7 @@ from qprecon.llm.recovery.state import saved_fit
 from qprecon.llm.recovery.trained import select_trained
 from qprecon.llm.recovery.training import Done, Task, place, train_on
 from qprecon.llm.reporting.log import RunLog
-from qprecon.llm.reporting.outcome import versions
+from qprecon.llm.reporting.outcome import among_ranks, versions
 from qprecon.llm.reporting.progress import say
 from qprecon.llm.reporting.report import RECOVERY_NAME
 from qprecon.llm.settings.fields import takes
@@ -51,6 +51,7 @@ def recover(
     resume: bool = True,
     save_masks: bool = False,
     save_steps: int | None = None,
+    rank_timeout: float = TIMEOUT,
     **settings: Any,
 ) -> RecoveryReport:
     """Train a pruned model towards the dense model it came from (distillation), every pruned weight staying exactly zero.
@@ -58,6 +59,9 @@ def recover(
     AdamW on the KL divergence between both models' predictions for each token of the calibration windows; the learning rate rises
     shortly and falls along a cosine. Some windows are held out, and the weights that do best on them are the ones stored. On a GPU
     both models compute in bfloat16, and the trained weights have float32 masters; on a CPU all is float32.
+
+    Called by all processes of torch's default process group with the same arguments, it is one run, which they share: each takes
+    some windows of every step and has a part of the trained model and of the optimizer's state (torch's FSDP2).
 
     Args:
         model: a pruned transformers causal LM, trained in place, or a folder or hub name (then `out` is needed). It does not matter
@@ -72,62 +76,97 @@ def recover(
             one; False starts over.
         save_masks: also write the masks to `out`.
         save_steps: the state is kept after every so many steps; by default about every 5 minutes.
+        rank_timeout: as in `prune_model`.
 
     Returns:
-        RecoveryReport. The model has the best weights; if none are better on the windows held out, those that it had.
+        RecoveryReport, on all ranks the same. The model has the best weights; if none are better on the windows held out, those
+        that it had.
 
     Raises:
         ValueError, TypeError, FileExistsError: bad arguments, before any work: models that do not belong together, nothing pruned,
             too little memory; a loss that is not finite (the step is named), after which the model is as it was; an unfinished run
             with other settings beside `out`.
         ModuleNotFoundError: optimizer_state="8bit" without torchao. OSError: a file that cannot be written.
+        RankError: another rank has failed or does not answer; it is named.
     """
-    if several():
-        raise ValueError("recover takes one process, and this one is in a process group with others")
-    recovery, log, device = _as_recovery(settings), RunLog(progress), choose_device(device)
-    RecoveryRun(save_steps=save_steps)
+    assert isinstance(device, torch.device)  # chosen by `on_its_device`
+    with joined(rank_timeout) as ranks:
+        recovery, log = _as_recovery(settings), RunLog(progress if ranks.first else False)
+        RecoveryRun(save_steps=save_steps, rank_timeout=rank_timeout)
+        where = _Where(out, device, resume, save_masks, save_steps)
+        return _run(model, dense, calibration, masks, tokenizer, recovery, where, log, ranks)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """What `recover` is told of reading and writing."""
+
+    out: Any
+    device: torch.device
+    resume: bool
+    save_masks: bool
+    save_steps: int | None
+
+
+def _run(
+    model: Any, dense: Any, calibration: Any, masks: Any, tokenizer: Any, recovery: Recovery, where: _Where, log: RunLog,
+    ranks: Ranks,
+) -> RecoveryReport:  # fmt: skip
+    """`recover` on one of the ranks."""
+    out, device = where.out, where.device
     with log.phase("load"):
         for each in (model, dense) if out is not None else ():
             check_apart(each, out)
-        out = None if out is None else check_output(out)
-        with log.library_bars():
+        out = None if out is None else ranks.decided(lambda: check_output(where.out))
+        with log.library_bars(), ranks.busy():
+            for each in (model, dense):
+                if isinstance(each, str | Path) and ranks.size > 1:  # one rank downloads, the others find it
+                    ranks.decided(lambda each=each: model_folder(each) and None)
             pair = load_pair(model, dense, tokenizer, out is not None, recovery.dtype, device)
-        selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
-        check_dense(pair.dense, selected.pruned)
-        if out is not None:
-            with log.library_bars():
+            selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
+            check_dense(pair.dense, selected.pruned)
+            if out is not None and ranks.first:
                 check_writable(pair.model, pair.tokenizer)
-        samples = calibration_samples(
-            pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
-        )
+        text = (calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed)
+        # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
+        samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(pair.model, *text)])
         training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
         rate = recovery.lr or default_rate(pair.model.get_input_embeddings().embedding_dim)
         schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
         task = Task(pair, selected, samples, aside, schedule, device)
-        journal = None if out is None else _journal(task, model, dense, recovery, out, resume, log)
+        journal = None
+        with ranks.busy():
+            if out is not None and ranks.first:
+                journal = _journal(task, model, dense, recovery, out, where.resume, log)
     try:
-        done = _recovered(task, recovery, journal, save_steps, log)
+        done = _recovered(task, recovery, journal, where.save_steps, log, ranks)
         recorded = {
             **recovery.settings(), "model": pair.name, "dense": pair.dense_name, **described(calibration, len(samples)),
             "lr": rate, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples),
             "windows_held_out": len(aside), "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
             "checkpointing": done.fit.checkpointing, "device": str(device),
         }  # fmt: skip
-        beside = None if out is None else companions_of(pair.name, pair.tokenizer)
+        facts = among_ranks(ranks, device, None, log)
+        beside = None if out is None or not ranks.first else companions_of(pair.name, pair.tokenizer)
         if beside and (left_out := beside.note()):
             log.note(left_out)
-        report = _report(task, done, recorded, pruned_with(model), log)
-        if out is not None:
-            with log.phase("save"), log.library_bars(), journal.keeping():
-                packed = selected.masks() if save_masks else None
-                save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=report.model_card())
-                tidy(out)
-                shutil.rmtree(partial_folder(out), ignore_errors=True)
-                journal.close()
+
+        def finished() -> RecoveryReport:
+            report = replace(_report(task, done, recorded, pruned_with(model), log), **facts)
+            if journal is not None:
+                with log.phase("save"), log.library_bars(), journal.keeping():
+                    packed = selected.masks() if where.save_masks else None
+                    card = report.model_card()
+                    save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=card)
+                    tidy(out)
+                    shutil.rmtree(partial_folder(out), ignore_errors=True)
+                    journal.close()
+            return replace(report, phase_seconds=dict(log.seconds))
+
+        return ranks.decided(finished)
     finally:
         if journal is not None:
             _leave(journal)
-    return replace(report, phase_seconds=dict(log.seconds))
 
 
 def _as_recovery(settings: dict[str, Any]) -> Recovery:
@@ -164,15 +203,18 @@ def _leave(journal: Journal) -> None:
     journal.leave()
 
 
-def _recovered(task: Task, recovery: Recovery, journal: Journal | None, save_steps: int | None, log: RunLog) -> Done:
+def _recovered(
+    task: Task, recovery: Recovery, journal: Journal | None, save_steps: int | None, log: RunLog, ranks: Ranks
+) -> Done:
     """Run, and write the best weights to the model."""
-    with ExitStack() as stack:
-        run = place(task, recovery, journal, stack, log)
-        line = run.memory.described(task.device) + (", blocks run twice to save memory" if run.fit.checkpointing else "")
+    with ranks.in_collectives(), ExitStack() as stack:
+        run = place(task, recovery, journal, stack, log, ranks)
+        each = f" on each of {ranks.size} ranks" if ranks.size > 1 else ""
+        line = run.memory.described(task.device) + each + (", blocks run twice to save memory" if run.fit.checkpointing else "")
         say([line, *log.notes], log.progress)
         with log.bar(len(task.schedule.steps)):
-            done = train_on(run, task, recovery.patience, journal, save_steps)
-    if done.weights is not None:
+            done = train_on(run, task, recovery.patience, journal, save_steps, ranks)
+    if done.weights is not None and task.pair.wanted(ranks.first):
         with torch.no_grad():
             for item, values in zip(task.selected.trained, done.weights, strict=True):
                 item.parameter.copy_(values)

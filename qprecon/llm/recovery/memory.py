@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.parts import Parts
+from qprecon.llm.ranks.group import Ranks
+from qprecon.llm.ranks.sharding import local
 from qprecon.llm.recovery.loss import BYTES_AN_ENTRY, chunk_rows
 from qprecon.llm.recovery.optimizers import NEEDS_TORCHAO
 from qprecon.llm.recovery.placing import compute_dtype, main_dtype, placed_dtype
@@ -81,6 +84,63 @@ def choose_state(
     )
 
 
+def choose_parts(
+    asked: str, model: nn.Module, dense: nn.Module, selected: Selected, longest: int, device: torch.device, ranks: Ranks
+) -> tuple[bool, Memory]:
+    """Over several ranks: whether the dense model lies in parts on them too, rather than whole on each, and a rank's memory.
+
+    It is whole if that leaves room for a window of `longest` tokens on every rank. ValueError, with the numbers, where neither
+    does, and for another optimizer's state than AdamW's in float32, which lies in parts.
+    """
+    if asked not in ("auto", "float32"):
+        raise ValueError(f"optimizer_state={asked!r} takes one process: of several, each has its part of a state in float32")
+    window = longest * _least_activations(model, device)
+    tried = [_of_rank(model, dense, selected, parted, device, ranks.size) for parted in (False, True)]
+    parted = any(ranks.gathered(not tried[False].fits(window)))
+    memory = tried[parted]
+    if device.type == "cuda" and not memory.fits(window):
+        raise ValueError(
+            f"not enough memory for a window of {longest:,} tokens at a time, which takes {_gib(window)} more. "
+            f"{memory.described(device)}. Shorter windows, more ranks or a smaller model would fit"
+        )
+    return parted, memory
+
+
+def _of_rank(
+    model: nn.Module, dense: nn.Module, selected: Selected, parted: bool, device: torch.device, size: int
+) -> Memory:
+    """Parts of float32 weights, gradients and moments; beside them the blocks that are whole, and what lies outside the blocks.
+
+    Two blocks are whole at a time, the one that computes and the next; backward each has gradients, as they are and in float32.
+    """
+    trained, compute = [item.parameter for item in selected.trained], compute_dtype(device).itemsize
+    count = sum(p.numel() for p in trained)
+    largest = max(sum(p.numel() for p in block.module.parameters()) for block in find_blocks(model))
+    outside = sum(p.numel() for p in model.parameters())
+    outside -= sum(p.numel() for block in find_blocks(model) for p in block.module.parameters())
+    placed, of_dense = _placed_bytes(model, device), _placed_bytes(dense, device)
+    words = model.get_input_embeddings().num_embeddings
+    use = {
+        "weights": placed // size,
+        "masters": (4 - compute) * count // size,
+        "gradients": 4 * count // size,
+        "optimizer state": 8 * count // size,
+        "dense model": of_dense // size + compute * outside if parted else of_dense,
+        "whole blocks": compute * outside + 2 * largest * (2 * compute + 4),
+        "masks": sum(item.bits.numel() for item in selected.trained if item.bits is not None) // size,
+        "logits": chunk_rows(words, device) * words * BYTES_AN_ENTRY,
+    }
+    host = {"best weights": sum(p.numel() * p.element_size() for p in trained) // size}
+    if device.type == "cpu":
+        return Memory({**use, **host}, {}, free_bytes(device), None)
+    return Memory(use, host, free_bytes(device), free_bytes(torch.device("cpu")))
+
+
+def agreed(fits: Sequence[Fit]) -> Fit:
+    """What fits on every rank."""
+    return Fit(fits[0].optimizer_state, any(fit.checkpointing for fit in fits), min(fit.together for fit in fits))
+
+
 def _usable(device: torch.device) -> tuple[str, ...]:
     kinds = OPTIMIZER_STATES if importlib.util.find_spec("torchao") else OPTIMIZER_STATES[:2]
     return kinds if device.type == "cuda" else ("float32", *kinds[2:])
@@ -132,12 +192,14 @@ def _least_activations(model: nn.Module, device: torch.device) -> int:
 def activation_bytes(parts: Parts, model: nn.Module, blocks: int, window: torch.Tensor) -> tuple[int, int]:
     """Bytes a token that the backward pass keeps, without and with checkpointing; measured on a few tokens of a window (T,)."""
     tokens = window[None, :_PROBE_TOKENS]
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    known = {local(tensor).untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        # A model in parts has other parameters while a block is whole.
+        parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if storage.data_ptr() not in known and not parameter:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -7,6 +7,8 @@
 | "host" | 4, and 12 of the host's | masters and moments in the host's memory, updated there; gradients are summed in bfloat16 |
 | "8bit" | 6 | moments of 8 bits (torchao); weights in bfloat16, rounded at random so that small steps are not lost |
 
+| over several ranks | 16, of its part | parts of float32 weights, as FSDP has them, with parts of gradients and moments |
+
 Each has `leaves`, the tensors whose `.grad` is that of the trained weights, in order, once a backward pass is done.
 """
 
@@ -16,7 +18,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
 
+from qprecon.llm.ranks.sharding import in_parts, local, whole
 from qprecon.llm.recovery.trained import Held
 
 BETAS = (0.9, 0.95)  # a run has some hundreds of steps: 0.999 would remember the first of them to the end
@@ -34,10 +39,13 @@ class Optimizer(Protocol):
         """Move the model's weights by their gradients, which are used up; masks hold afterwards."""
 
     def values(self) -> list[torch.Tensor]:
-        """The trained weights, as exact as they are known."""
+        """The trained weights, as exact as they are known; where they lie in parts on several ranks, this one's."""
+
+    def whole_values(self) -> list[torch.Tensor]:
+        """The same in the host's memory; of parts all of them, on the first rank. All ranks must call it, and `state_dict`."""
 
     def state_dict(self) -> Any:
-        """All else that a later run needs; for `load`, with `values`."""
+        """All else that a later run needs; for `load`, with `whole_values`."""
 
     def load(self, values: Sequence[torch.Tensor], state: Any) -> None:
         """Go on from what an earlier run had."""
@@ -48,6 +56,8 @@ class Optimizer(Protocol):
 
 def make_optimizer(kind: str, weights: Sequence[torch.Tensor], weight_decay: float, seed: int) -> Optimizer:
     """`weights`: the model's own parameters, on the device, in the dtype that the model computes in."""
+    if any(isinstance(weight, DTensor) for weight in weights):
+        return InParts(weights, weight_decay)
     if kind == "8bit":
         return EightBit(weights, weight_decay, seed)
     if kind == "host":
@@ -83,6 +93,9 @@ class Direct:
     def values(self) -> list[torch.Tensor]:
         return [leaf.detach() for leaf in self.leaves]
 
+    def whole_values(self) -> list[torch.Tensor]:
+        return [value.cpu() for value in self.values()]
+
     def state_dict(self) -> Any:
         return self.adamw.state_dict()
 
@@ -94,6 +107,42 @@ class Direct:
 
     def close(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
+
+
+class InParts(Direct):
+    """On this rank's parts of float32 weights. What is kept of it is whole, so that any number of ranks can go on from it."""
+
+    def step(self, lr: float, held: Held) -> None:
+        _set_rate(self.adamw, lr)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        held.zero_all([local(leaf) for leaf in self.leaves])
+
+    def values(self) -> list[torch.Tensor]:
+        return [local(leaf.detach()) for leaf in self.leaves]
+
+    def whole_values(self) -> list[torch.Tensor]:
+        return [_on_first(leaf.detach()) for leaf in self.leaves]
+
+    def state_dict(self) -> Any:
+        state = self.adamw.state_dict()
+        moments = {at: {key: _on_first(value) for key, value in own.items()} for at, own in state["state"].items()}
+        return {**state, "state": moments}
+
+    def load(self, values: Sequence[torch.Tensor], state: Any) -> None:
+        moments = {at: {key: self._part(at, value) for key, value in own.items()} for at, own in state["state"].items()}
+        super().load([in_parts(value, leaf) for leaf, value in zip(self.leaves, values, strict=True)], {**state, "state": moments})
+
+    def _part(self, at: int, value: torch.Tensor) -> torch.Tensor:
+        return in_parts(value, self.leaves[at]) if value.shape == self.leaves[at].shape else value
+
+
+def _on_first(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it in the first rank's memory; on the others nothing. What is no tensor in parts, as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    found = whole(tensor)
+    return found.cpu() if distributed.get_rank() == 0 else found.new_empty(0, device="cpu")
 
 
 class Masters(Direct):
@@ -161,6 +210,9 @@ class Host:
             held.zero(index, leaf)
 
     def values(self) -> list[torch.Tensor]:
+        return self.masters
+
+    def whole_values(self) -> list[torch.Tensor]:
         return self.masters
 
     def state_dict(self) -> Any:

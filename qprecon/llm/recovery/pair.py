@@ -26,7 +26,7 @@ _MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
 
 @dataclass(frozen=True)
 class Pair:
-    """Both models in memory. `dense_loaded`: the dense one was loaded here, so nobody else needs it where it is."""
+    """Both models in memory. `loaded`, `dense_loaded`: which were loaded here, so that nobody else needs them where they are."""
 
     model: nn.Module
     dense: nn.Module
@@ -34,6 +34,11 @@ class Pair:
     name: str
     dense_name: str
     dense_loaded: bool
+    loaded: bool = False
+
+    def wanted(self, first: bool) -> bool:
+        """Whether a rank must have the trained weights: the first one, which writes them, and all whose caller has the model."""
+        return first or not self.loaded
 
 
 def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: Any, device: torch.device) -> Pair:
@@ -66,7 +71,7 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
     _check_alike(model, dense)
     for each in (model, dense):
         check_finite(each.named_parameters())
-    return Pair(model, dense, tokenizer, name, dense_name, dense_named)
+    return Pair(model, dense, tokenizer, name, dense_name, dense_named, named)
 
 
 def _in_memory(model: Any, argument: str) -> str:

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from qprecon.llm.calibration.capture import replaced_forwards
-from qprecon.llm.model.blocks import Block
+from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.dtypes import FLOATS
+from qprecon.llm.model.parts import Parts, split
+from qprecon.llm.ranks.sharding import sharded, twin
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -74,6 +77,66 @@ def borrowed(model: nn.Module, device: torch.device, trained: Collection[nn.Para
             module.training = mode
 
 
+def in_parts(
+    model: nn.Module, mesh: DeviceMesh, device: torch.device, trained: Sequence[str], few: torch.Tensor, forget: bool
+) -> tuple[nn.Module, Parts]:
+    """A copy of `model` that lies in parts on all ranks, in evaluation mode, and its decoder and head.
+
+    trained: names of the parameters that need gradients; their parts are float32 at least. few: tokens (1, L) that try the parts
+    out. forget: the model itself is needed no more; its tensors are emptied. ValueError, naming it, for a parameter that is to be
+    trained in another dtype than the others.
+    """
+    main, names = main_dtype(model), set(trained)
+    dtypes = {name: placed_dtype(parameter, main, device) for name, parameter in model.named_parameters()}
+    compute = compute_dtype(device) if device.type == "cuda" else None
+    if odd := [name for name in trained if dtypes[name] != (compute or dtypes[trained[0]])]:
+        raise ValueError(
+            f"train: {odd[0]} is computed with in {dtypes[odd[0]]}, others in {compute or dtypes[trained[0]]}: several ranks train "
+            "weights of one dtype only"
+        )
+    copied = twin(model).eval()
+    for name, parameter in copied.named_parameters():
+        if name in names:
+            parameter.requires_grad_(True)
+            dtypes[name] = torch.promote_types(dtypes[name], torch.float32)
+    if forget:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+    blocks = find_blocks(copied)
+    root = sharded(copied, [block.module for block in blocks], mesh, device, dtypes, compute)
+    with torch.no_grad():
+        parts = root(split, copied, few)
+    root.reshard()  # so that the model's parameters are the parts again
+
+    def decode(tokens: torch.Tensor, states: bool = False) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        if names:
+            root.reshard()  # what is whole since the last pass may be older than the parts
+        return root(parts.decode, tokens, states)
+
+    return copied, Parts(decode, parts.head)
+
+
+@contextmanager
+def all_reached(blocks: Sequence[Block], active: bool) -> Iterator[None]:
+    """While open and active, every parameter of a block that needs a gradient gets one, of zeros where nothing used it.
+
+    Ranks send one another the gradients that they have, and must have the same ones; an expert in a list of its own is used by
+    those whose tokens reach it.
+    """
+
+    def again(index: int, original: Callable, args: tuple, kwargs: dict) -> Any:
+        output = original(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return output
+        learning = [parameter for parameter in blocks[index].module.parameters() if parameter.requires_grad]
+        nothing = torch.stack([parameter[(0,) * parameter.ndim] for parameter in learning]).sum() * 0
+        return output + nothing if torch.is_tensor(output) else (output[0] + nothing, *output[1:])
+
+    listed = [block for block in blocks if any(isinstance(module, nn.ModuleList) for module in block.module.modules())]
+    with replaced_forwards(blocks if active and listed else (), again):
+        yield
+
+
 @contextmanager
 def checkpointed(blocks: Sequence[Block], active: bool) -> Iterator[None]:
     """While open and active, blocks keep their inputs only and run again in the backward pass.
@@ -113,10 +176,11 @@ def one_text_a_row() -> Iterator[None]:
 
 
 @contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
-    """While open, operations on a GPU take the form that has the same bits at every run, or raise where they have none.
+def repeatable(device: torch.device, strict: bool = True) -> Iterator[None]:
+    """While open, operations on a GPU take the form that has the same bits at every run. If `strict`, those without one raise.
 
-    `less_repeatable` then lets those do as they do, while the others go on as before.
+    `less_repeatable` then lets those do as they do, while the others go on as before. A step that several ranks do cannot be done
+    again by one of them, so that they are not strict.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -127,7 +191,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
             if device.type == "cuda":
                 # torch looks for it once, at the first matrix product of the process.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-                torch.use_deterministic_algorithms(True)
+                torch.use_deterministic_algorithms(True, warn_only=not strict)
             memory.fill_uninitialized_memory = False  # no operation here reads what nobody wrote
             yield
     finally:

@@ -23,7 +23,8 @@ class RecoveryReport:
     loss). held_out: what the held-out windows gave after so many steps, {step, loss, perplexity}; the first is the pruned model as
     it was given. best_step: the step whose weights are stored; loss_stored, perplexity_stored: of these, rounded to the stored
     dtype. sparsity: the share of zeros among the weights of the pruned layers, by their masks. trained: how many weights were
-    trained. memory: estimated bytes by use.
+    trained. memory: estimated bytes by use. world_size: the ranks of the run; where there are several, `ranks` has each one's host,
+    card and seconds, and `memory` is that of one of them.
     """
 
     losses: tuple[float, ...]
@@ -40,6 +41,8 @@ class RecoveryReport:
     versions: dict[str, str]
     phase_seconds: dict[str, float]
     pruned_with: dict[str, Any] | None = None
+    world_size: int = 1
+    ranks: tuple[dict[str, Any], ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from qprecon.llm.ranks.group import Ranks
+from qprecon.llm.ranks.sharding import from_part, in_parts, local
 from qprecon.llm.recovery.memory import Fit
 from qprecon.llm.recovery.optimizers import Optimizer
 from qprecon.llm.recovery.step import Look
@@ -24,12 +27,13 @@ class Course:
     best: list[torch.Tensor] | None = None
     pending: list[torch.Tensor] = field(default_factory=list)  # losses that are still on the device
 
-    def read_losses(self) -> None:
-        """Wait for the device; ValueError, naming the step, for a loss that is not finite."""
+    def read_losses(self, ranks: Ranks) -> None:
+        """Wait for the device; ValueError, naming the step, for a loss that is not finite. All ranks have the mean of theirs."""
         if not self.pending:
             return
         first = len(self.losses)
-        self.losses += torch.stack(self.pending).tolist()
+        told = ranks.gathered(torch.stack(self.pending).tolist())
+        self.losses += [sum(each) / ranks.size for each in zip(*told, strict=True)]
         self.pending = []
         for step, loss in enumerate(self.losses[first:], start=first + 1):
             if not -float("inf") < loss < float("inf"):
@@ -43,21 +47,40 @@ class Course:
         return min(range(len(self.looks)), key=lambda place: self.looks[place][1].loss)
 
 
-def save_state(journal: Journal, course: Course, optimizer: Optimizer, fit: Fit) -> None:
-    """Write all of it to the disk and forget the state before. An interrupted write leaves that one."""
-    course.read_losses()
-    before = journal.read(f"{STATE}.json")
-    file = f"state-{course.step:06d}.pt"
+def save_state(journal: Journal | None, course: Course, optimizer: Optimizer, fit: Fit, ranks: Ranks) -> None:
+    """Write all of it to the disk and forget the state before. An interrupted write leaves that one.
+
+    All ranks must call it; the first one, which has the journal, writes whole tensors.
+    """
+    course.read_losses(ranks)
     content = {
         "step": course.step,
         "losses": course.losses,
         "looks": [(step, asdict(look)) for step, look in course.looks],
-        "best": course.best,
-        "values": [value.cpu() for value in optimizer.values()],
+        "best": whole_best(course, optimizer, ranks.first),
+        "values": optimizer.whole_values(),
         "optimizer": optimizer.state_dict(),
     }
+    ranks.decided(lambda: _write(journal, content, course.step, fit))
+
+
+def whole_best(course: Course, optimizer: Optimizer, wanted: bool) -> list[torch.Tensor] | None:
+    """The best weights; where they lie in parts on several ranks all of them, if `wanted`. All ranks must call it."""
+    if course.best is None:
+        return None
+    found = []
+    for part, leaf in zip(course.best, optimizer.leaves, strict=True):
+        one = from_part(part, leaf).full_tensor() if isinstance(leaf, DTensor) else part
+        found.append(one.cpu() if wanted else part.new_empty(0))
+    return found
+
+
+def _write(journal: Journal | None, content: dict[str, Any], step: int, fit: Fit) -> None:
+    assert journal is not None
+    before = journal.read(f"{STATE}.json")
+    file = f"state-{step:06d}.pt"
     journal.write_file(journal.folder / file, lambda path: _save(content, path))
-    facts = {"file": file, "checksum": checksum(journal.folder / file), "step": course.step, "fit": asdict(fit)}
+    facts = {"file": file, "checksum": checksum(journal.folder / file), "step": step, "fit": asdict(fit)}
     journal.write(f"{STATE}.json", facts)
     if before is not None and before["file"] != file:
         (journal.folder / before["file"]).unlink(missing_ok=True)
@@ -74,11 +97,21 @@ def saved_fit(journal: Journal | None) -> Fit | None:
     return None if facts is None else Fit(**facts["fit"])
 
 
-def load_state(journal: Journal, optimizer: Optimizer) -> Course:
-    """Go on from the state that `saved_fit` has found."""
-    facts: dict[str, Any] = journal.entry(STATE)
+def load_state(journal: Journal | None, optimizer: Optimizer, ranks: Ranks) -> Course:
+    """Go on from the state that `saved_fit` has found. All ranks read it, and each takes its part."""
+    path: Path = ranks.decided(lambda: _state_file(journal))
     # Tensors only, and no code: what torch.load otherwise runs is whatever the file says.
-    content = torch.load(journal.folder / facts["file"], map_location="cpu", weights_only=True)
+    content = torch.load(path, map_location="cpu", weights_only=True)
     optimizer.load(content["values"], content["optimizer"])
     looks = [(step, Look(**numbers)) for step, numbers in content["looks"]]
-    return Course(content["step"], content["losses"], looks, content["best"])
+    best = content["best"]
+    if best is not None:
+        leaves = zip(best, optimizer.leaves, strict=True)
+        best = [local(in_parts(one, leaf)).cpu() if isinstance(leaf, DTensor) else one for one, leaf in leaves]
+    return Course(content["step"], content["losses"], looks, best)
+
+
+def _state_file(journal: Journal | None) -> Path:
+    assert journal is not None
+    facts: dict[str, Any] = journal.entry(STATE)
+    return journal.folder / facts["file"]

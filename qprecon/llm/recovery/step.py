@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from qprecon.llm.model.parts import Parts
+from qprecon.llm.ranks.group import Ranks
+from qprecon.llm.ranks.sharding import local
 from qprecon.llm.recovery.loss import backward_through_head, chunk_rows, held_out_sums, hidden_loss
 from qprecon.llm.recovery.optimizers import Optimizer
 from qprecon.llm.recovery.trained import Held
@@ -18,31 +20,34 @@ CLIP = 1.0  # the largest norm of a step's gradient
 
 @dataclass(frozen=True)
 class Distillation:
-    """What is compared: the pruned model and the dense one, and how."""
+    """What is compared: the pruned model and the dense one, and how. Of several ranks each takes some of the windows."""
 
     student: Parts
     teacher: Parts
     vocabulary: int
     temperature: float = 1.0
     hidden_weight: float = 0.0
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def gradients(pair: Distillation, windows: Sequence[torch.Tensor], together: int) -> torch.Tensor:
     """Leave in the trained weights the gradient of the mean loss of all tokens of `windows`, (T,) each; returns that loss.
 
     It is on the device still.
-    `together`: how many windows go through the models at once; their gradients are summed. Nothing waits for a GPU.
+    `together`: how many windows go through the models at once; their gradients are summed. Nothing waits for a GPU. Of several
+    ranks each leaves its part of the gradient, and returns a loss of its own, whose mean over the ranks is that of all windows.
     """
     total = sum(window.numel() for window in windows)
     loss = torch.zeros((), dtype=torch.float32, device=windows[0].device)
-    for tokens_BL in stacked(windows, together):
-        loss += add_gradients(pair, tokens_BL, tokens_BL.numel() / total)
+    for tokens_BL, counts in passes(windows, together, pair.ranks):
+        # The ranks' gradients are averaged, where those of their windows are to be summed.
+        loss += add_gradients(pair, tokens_BL, counts * pair.ranks.size * tokens_BL.numel() / total)
     return loss
 
 
 def move(optimizer: Optimizer, held: Held, lr: float) -> None:
     """One step of the optimizer by the gradients that are there, masked and clipped. Afterwards the masks hold."""
-    held.zero_all([leaf.grad for leaf in optimizer.leaves])
+    held.zero_all([local(leaf.grad) for leaf in optimizer.leaves])
     nn.utils.clip_grad_norm_(optimizer.leaves, CLIP)
     optimizer.step(lr, held)
 
@@ -84,16 +89,29 @@ def look(pair: Distillation, windows: Sequence[torch.Tensor], together: int) -> 
     sums = torch.zeros(3, dtype=torch.float64, device=windows[0].device)
     rows = chunk_rows(pair.vocabulary, windows[0].device)
     heads = pair.student.head, pair.teacher.head
-    for tokens_BL in stacked(windows, together):
+    for tokens_BL, counts in passes(windows, together, pair.ranks):
         hidden_BLD, target_BLD = (parts.decode(tokens_BL)[0] for parts in (pair.student, pair.teacher))
         for hidden, target, tokens in zip(hidden_BLD, target_BLD, tokens_BL, strict=True):
-            sums += held_out_sums(*heads, hidden, target, tokens, pair.temperature, rows)
+            sums += counts * held_out_sums(*heads, hidden, target, tokens, pair.temperature, rows)
+    if pair.ranks.size > 1:  # added in the order of ranks, so that all decide alike
+        sums = torch.tensor(pair.ranks.gathered(sums.tolist()), dtype=torch.float64).sum(0)
     number = sum(window.numel() for window in windows)
     targets = max(number - len(windows), 1)  # the first token of a window is predicted by none
     divisors = torch.tensor([number, targets, targets], dtype=torch.float64, device=sums.device)
     means = sums / divisors
     means[1:] = means[1:].clamp(max=700).exp()  # finite, as JSON needs it
     return Look(*means.tolist())
+
+
+def passes(windows: Sequence[torch.Tensor], together: int, ranks: Ranks) -> Iterator[tuple[torch.Tensor, bool]]:
+    """This rank's windows as `stacked` gives them, and True: those whose number is `rank` modulo `size`.
+
+    All ranks have as many passes, since they meet in each block; a rank that has fewer goes along with the first window, and False.
+    """
+    shares = [list(stacked(windows[rank :: ranks.size], together)) for rank in range(ranks.size)]
+    own = shares[ranks.rank]
+    yield from ((tokens_BL, True) for tokens_BL in own)
+    yield from [(windows[0][None], False)] * (max(map(len, shares)) - len(own))
 
 
 def stacked(windows: Sequence[torch.Tensor], together: int) -> Iterator[torch.Tensor]:

@@ -10,17 +10,21 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from qprecon.llm.model.blocks import find_blocks
-from qprecon.llm.model.parts import split
-from qprecon.llm.recovery.memory import Fit, Memory, activation_bytes, choose_state, fit_activations
+from qprecon.llm.model.parts import Parts, split
+from qprecon.llm.ranks.group import Ranks
+from qprecon.llm.ranks.sharding import in_parts as cut
+from qprecon.llm.ranks.sharding import local, mesh_of_all
+from qprecon.llm.recovery.memory import Fit, Memory, activation_bytes, agreed, choose_parts, choose_state, fit_activations
 from qprecon.llm.recovery.optimizers import Optimizer, make_optimizer
 from qprecon.llm.recovery.pair import Pair
-from qprecon.llm.recovery.placing import borrowed, checkpointed, less_repeatable, one_text_a_row, repeatable
+from qprecon.llm.recovery.placing import all_reached, borrowed, checkpointed, in_parts, less_repeatable, one_text_a_row, repeatable
 from qprecon.llm.recovery.schedule import Schedule
-from qprecon.llm.recovery.state import Course, load_state, save_state, saved_fit
+from qprecon.llm.recovery.state import Course, load_state, save_state, saved_fit, whole_best
 from qprecon.llm.recovery.step import Distillation, Look, gradients, look, move
-from qprecon.llm.recovery.trained import Held, Selected
+from qprecon.llm.recovery.trained import Held, Selected, packed, unpacked
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.settings.recovery import Recovery
@@ -72,41 +76,96 @@ class Done:
     memory: Memory
 
 
-def place(task: Task, recovery: Recovery, journal: Journal | None, stack: ExitStack, log: RunLog) -> Run:
+def place(
+    task: Task, recovery: Recovery, journal: Journal | None, stack: ExitStack, log: RunLog, ranks: Ranks
+) -> Run:
     """Move both models to the device until `stack` is closed, and take up the run that an earlier process left in the journal."""
     pair, device, trained = task.pair, task.device, task.selected.trained
-    parameters, dtypes = [item.parameter for item in trained], [item.parameter.dtype for item in trained]
-    blocks, longest = find_blocks(pair.model), max(window.numel() for window in task.windows)
-    known = saved_fit(journal)
+    dtypes = [item.parameter.dtype for item in trained]
+    longest = max(window.numel() for window in task.windows)
+    known = ranks.decided(lambda: saved_fit(journal))
     with log.phase("place"):
         asked = recovery.optimizer_state if known is None else known.optimizer_state
-        kind, memory = choose_state(asked, pair.model, pair.dense, task.selected, longest, device)
-        if pair.dense_loaded:
-            pair.dense.to(device)  # not a copy beside it
-        stack.enter_context(borrowed(pair.dense, device))
-        stack.enter_context(borrowed(pair.model, device, parameters))
-        stack.enter_context(repeatable(device))
+        stack.enter_context(repeatable(device, strict=ranks.size == 1))
         stack.enter_context(one_text_a_row())
         windows = [window.to(device) for window in task.windows]
         few = windows[0][None, :_PROBE_TOKENS]
-        student, teacher = split(pair.model, few), split(pair.dense, few)
-        activations = activation_bytes(student, pair.model, len(blocks), windows[0])
-        fit, memory = fit_activations(kind, memory, activations, longest, recovery.batch, recovery.checkpointing)
-        fit = known or fit
+        put = _whole if ranks.size == 1 else _in_parts
+        placed = put(task, asked, few, longest, stack, ranks)
+        blocks = find_blocks(placed.model)
+        stack.enter_context(all_reached(blocks, ranks.size > 1))
+        activations = activation_bytes(placed.student, placed.model, len(blocks), windows[0])
+        fit, memory = fit_activations(
+            placed.state, placed.memory, activations, longest, -(-recovery.batch // ranks.size), recovery.checkpointing
+        )
+        fit = agreed(ranks.gathered(known or fit))
         stack.enter_context(checkpointed(blocks, fit.checkpointing))
-        optimizer = make_optimizer(kind, parameters, recovery.weight_decay, recovery.seed)
+        optimizer = make_optimizer(placed.state, placed.parameters, recovery.weight_decay, recovery.seed)
         stack.callback(optimizer.close)
         course = Course()
         if known is not None:
-            course = load_state(journal, optimizer)
+            course = load_state(journal, optimizer, ranks)
             log.note(f"continued after step {course.step}, where an earlier run was interrupted")
     words = pair.model.get_input_embeddings().num_embeddings
-    distillation = Distillation(student, teacher, words, recovery.temperature, recovery.hidden_weight)
-    held = Held([item.bits for item in trained], device)
-    return Run(distillation, windows, optimizer, held, parameters, dtypes, fit, memory, course, log)
+    distillation = Distillation(placed.student, placed.teacher, words, recovery.temperature, recovery.hidden_weight, ranks)
+    weights = [local(parameter) for parameter in placed.parameters]
+    return Run(distillation, windows, optimizer, Held(placed.bits, device), weights, dtypes, fit, memory, course, log)
 
 
-def train_on(run: Run, task: Task, patience: int, journal: Journal | None, save_steps: int | None) -> Done:
+@dataclass(frozen=True)
+class _Placed:
+    """Both models on the device. model: the one that is trained, `parameters` of it with the `bits` of their masks, in order."""
+
+    model: nn.Module
+    student: Parts
+    teacher: Parts
+    parameters: Sequence[torch.Tensor]
+    bits: Sequence[torch.Tensor | None]
+    state: str
+    memory: Memory
+
+
+def _whole(task: Task, asked: str, few: torch.Tensor, longest: int, stack: ExitStack, ranks: Ranks) -> _Placed:
+    """For one process: the models themselves."""
+    pair, device, trained = task.pair, task.device, task.selected.trained
+    parameters = [item.parameter for item in trained]
+    kind, memory = choose_state(asked, pair.model, pair.dense, task.selected, longest, device)
+    if pair.dense_loaded:
+        pair.dense.to(device)  # not a copy beside it
+    stack.enter_context(borrowed(pair.dense, device))
+    stack.enter_context(borrowed(pair.model, device, parameters))
+    student, teacher = split(pair.model, few), split(pair.dense, few)
+    return _Placed(pair.model, student, teacher, parameters, [item.bits for item in trained], kind, memory)
+
+
+def _in_parts(task: Task, asked: str, few: torch.Tensor, longest: int, stack: ExitStack, ranks: Ranks) -> _Placed:
+    """For several ranks: the model that is trained in parts on all of them, the dense one likewise, or whole where that fits."""
+    pair, device, trained = task.pair, task.device, task.selected.trained
+    names, assumed = [item.name for item in trained], ranks.meeting
+    assert assumed is not None
+    parted, memory = choose_parts(asked, pair.model, pair.dense, task.selected, longest, device, ranks)
+    mesh = stack.enter_context(mesh_of_all(device, assumed.timeout))
+    with ranks.busy():
+        model, student = in_parts(pair.model, mesh, device, names, few, pair.loaded and not ranks.first)
+        if parted:
+            _, teacher = in_parts(pair.dense, mesh, device, [], few, pair.dense_loaded)
+        else:
+            if pair.dense_loaded:
+                pair.dense.to(device)
+            stack.enter_context(borrowed(pair.dense, device))
+            teacher = split(pair.dense, few)
+    by_name = dict(model.named_parameters())
+    parameters = [by_name[name] for name in names]
+    bits = []
+    for item, parameter in zip(trained, parameters, strict=True):
+        kept = None if item.bits is None else local(cut(unpacked(item.bits, parameter.shape), parameter))
+        bits.append(None if kept is None else packed(kept))
+    return _Placed(model, student, teacher, parameters, bits, "float32", memory)
+
+
+def train_on(
+    run: Run, task: Task, patience: int, journal: Journal | None, save_steps: int | None, ranks: Ranks
+) -> Done:
     """THE loop: all steps that are left, or until the windows held out get no better."""
     course, schedule, log = run.course, task.schedule, run.log
     held_out = [run.windows[index] for index in task.held_out]
@@ -122,24 +181,26 @@ def train_on(run: Run, task: Task, patience: int, journal: Journal | None, save_
         course.step += 1
         loss = _look(run, held_out).loss if course.step in schedule.looks else None
         log.step("recover", 1, loss=loss)
-        if journal is not None and is_due(course.step):
+        # Ranks meet after each step, so that none waits in a collective for one that is lost.
+        if ranks.gathered(journal is not None and is_due(course.step))[0]:
             with log.phase("keep"):
-                save_state(journal, course, run.optimizer, run.fit)
-    course.read_losses()
+                save_state(journal, course, run.optimizer, run.fit, ranks)
+    course.read_losses(ranks)
     stored = course.looks[0][1]
     if course.best is not None:
         with torch.no_grad(), log.phase("look"):
             for weight, best in zip(run.weights, course.best, strict=True):
                 weight.copy_(best)
             stored = look(run.distillation, held_out, run.fit.together)
-    return Done(course, course.best, stored, _emptied(run), run.fit, run.memory)
+    weights, emptied = whole_best(course, run.optimizer, task.pair.wanted(ranks.first)), sum(ranks.gathered(_emptied(run)))
+    return Done(course, weights, stored, emptied, run.fit, run.memory)
 
 
 def _look(run: Run, held_out: Sequence[torch.Tensor]) -> Look:
     """At the windows held out; weights that do better on them than any before are kept. ValueError for what is not finite."""
     course, log = run.course, run.log
     with log.phase("train"):  # what a GPU has still to do of it
-        course.read_losses()
+        course.read_losses(run.distillation.ranks)
     with log.phase("look"):
         found = _tried(run, partial(look, run.distillation, held_out))
         if not abs(found.loss) < float("inf"):
@@ -184,9 +245,11 @@ def _tried(run: Run, work: Callable[[int], Result]) -> Result:
         try:
             return work(run.fit.together)
         except torch.cuda.OutOfMemoryError:
+            if run.distillation.ranks.size > 1:  # the others are in the middle of the same step
+                raise
             smaller = True
         except RuntimeError as error:
-            if (note := less_repeatable(error)) is None:
+            if run.distillation.ranks.size > 1 or (note := less_repeatable(error)) is None:
                 raise
             smaller = False
             run.log.note(note)

@@ -48,7 +48,8 @@ class RunLog:
             self.add("mask", each.mask)
             self.add("solve", each.solve)
             self.add("audit", each.audit)
-            self.add("update", each.update - each.solve - each.audit)
+            self.add("rounding", each.rounding)
+            self.add("update", each.update - each.solve - each.audit - each.rounding)
             self.add("measure", each.measure)
 
     def note(self, text: str) -> None:

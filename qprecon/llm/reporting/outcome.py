@@ -33,13 +33,20 @@ def outcome(
     )
 
 
-def among_ranks(ranks: Ranks, device: torch.device, windows: int, log: RunLog) -> dict[str, Any]:
-    """The report's fields about the ranks of a run; what the others noted goes to the first one's notes. All must call it."""
+def among_ranks(ranks: Ranks, device: torch.device, windows: int | None, log: RunLog) -> dict[str, Any]:
+    """The report's fields about the ranks of a run; what the others noted goes to the first one's notes. All must call it.
+
+    windows: None where they are dealt out anew in each step, by collectives whose bytes are not counted.
+    """
     if ranks.size == 1:
         return {}
-    share = ranks.share([0] * windows)
-    own = 0 if share is None or share.spare else len(share.numbers)
-    told = ranks.gathered(({**ranks.facts(device), "windows": own, "phase_seconds": dict(log.seconds)}, log.notes))
+    facts = ranks.facts(device)
+    if windows is None:
+        facts = {name: value for name, value in facts.items() if not name.startswith("bytes_")}
+    else:
+        share = ranks.share([0] * windows)
+        facts["windows"] = 0 if share is None or share.spare else len(share.numbers)
+    told = ranks.gathered(({**facts, "phase_seconds": dict(log.seconds)}, log.notes))
     for rank, (_, notes) in enumerate(told):
         log.notes += [f"rank {rank}: {note}" for note in notes if rank and note not in told[0][1]]
     return {"world_size": ranks.size, "ranks": tuple(facts for facts, _ in told)}

@@ -21,6 +21,7 @@ from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
+COMPUTE_DTYPES = ("auto", "float32", "stored")
 ALLOCATIONS = ("uniform", "owl", "loss")
 REFINE = ("none", "block", "halves")
 QUANTIZE = ("none", "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4")
@@ -169,10 +170,14 @@ class Recipe:
     ignore: str | Sequence[str] | None = option(None, "leave these layers alone; written like targets", LAYERS, metavar="NAME")
     dtype: str | None = option(
         "auto",
-        "of a model given by name, while it is pruned and in the output: auto (as it is stored), float32, bfloat16, float16 or "
-        "float64; on a CPU float32 can be much faster",
-        LAYERS,
+        "of a model given by name, in the output: auto (as it is stored), float32, bfloat16, float16 or float64", LAYERS
     )
+    compute_dtype: str = option(
+        "auto",
+        "what blocks with 16-bit weights are run in while they are pruned: float32, stored (their own dtype), or auto (stored; "
+        "float32 on a CPU without instructions for 16 bits)",
+        LAYERS, choices=COMPUTE_DTYPES,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":

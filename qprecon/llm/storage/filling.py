@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,17 +37,26 @@ def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             module._buffers[own] = tensor
 
 
-def empty(model: nn.Module) -> None:
-    """Parameters back to the meta device."""
-    for module in model.modules():
+def empty(model: nn.Module, dtypes: Mapping[str, torch.dtype], prefix: str = "") -> None:
+    """Parameters back to the meta device, in their own dtypes, by the names that they have with the prefix."""
+    for path, module in model.named_modules(prefix=prefix):
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                dtype = dtypes.get(f"{path}.{name}" if path else name, parameter.dtype)
+                void = torch.empty_like(parameter, device="meta", dtype=dtype)
+                module._parameters[name] = nn.Parameter(void, requires_grad=False)
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Those that no file holds, too."""
+    for module in modules:
+        module._buffers.update({name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)})
 
 
 def check_unborrowed(
-    model: nn.Module, blocks: Sequence[Block], inputs: BlockInputs, load: Callable[[int], dict[str, torch.Tensor]]
-) -> None:
+    model: nn.Module, blocks: Sequence[Block], inputs: BlockInputs, load: Callable[[int], dict[str, torch.Tensor]],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:  # fmt: skip
     """ValueError for a block that uses what another returns beside its hidden state; `load` reads each block once."""
     for index, block in enumerate(blocks):
         fill(model, load(index))
@@ -55,4 +64,4 @@ def check_unborrowed(
             with torch.no_grad():
                 inputs.run(block.module, index, 0)
         finally:
-            empty(block.module)
+            empty(block.module, dtypes, block.name)

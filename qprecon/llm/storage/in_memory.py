@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from qprecon.grids.formats import Fitted
-from qprecon.llm.calibration.capture import capture_inputs, placed
-from qprecon.llm.calibration.memory import windows_together
+from qprecon.llm.calibration.capture import capture_inputs
+from qprecon.llm.calibration.memory import placed, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_outside, check_weights, outside_blocks
@@ -26,14 +26,19 @@ from qprecon.llm.storage.journal import Journal
 
 
 class MemoryBlocks:
-    """The blocks of a model in memory; each visits the device. `journal`: what keeps other processes from the output."""
+    """The blocks of a model in memory; each visits the device.
+
+    `journal`: what keeps other processes from the output. `compute`: what 16-bit floats are computed in, if not as they are.
+    """
 
     finished, rows = 0, ()
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog, journal: Journal | None = None
-    ):
+        self, model: nn.Module, blocks: Sequence[Block], device: torch.device, log: RunLog, journal: Journal | None = None,
+        compute: torch.dtype | None = None,
+    ):  # fmt: skip
         self.model, self.blocks, self.device, self.log, self.journal = model, blocks, device, log, journal
+        self.compute = compute
         self.packed: list[Packed] = []
         self.scales: dict[str, Fitted] = {}
         try:
@@ -51,14 +56,20 @@ class MemoryBlocks:
         share: those of this rank."""
         batch = windows_together(self.model, samples, self.device, most)
         return capture_inputs(
-            self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams, share=share
-        )
+            self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams, share=share,
+            compute=self.compute,
+        )  # fmt: skip
 
     @contextmanager
     def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
         """While open, the block is on the device; it goes back to where it was."""
         module = self.blocks[index].module
         home = next(module.parameters()).device
+        if self.compute is not None:
+            with placed(module.modules(), self.device, self.compute, changed=True):
+                yield module
+            module.to(home)  # adapters that it was given
+            return
         if home == self.device:
             yield module
             return
@@ -73,7 +84,7 @@ class MemoryBlocks:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """While open, what lies outside the blocks (embeddings, the last norm, the head) is on the device."""
-        with placed(outside_blocks(self.model, self.blocks), self.device):
+        with placed(outside_blocks(self.model, self.blocks), self.device, self.compute):
             yield
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -19,11 +19,12 @@ from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.lowbit.compressed import low_bit_facts, packed_tensors
 from qprecon.llm.masks.packed import Packed
 from qprecon.llm.model.blocks import Block, check_finite, check_weights, outside_blocks
+from qprecon.llm.model.dtypes import widened
 from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.checkpoint import Finished, Shards, stored_names
-from qprecon.llm.storage.filling import check_unborrowed, empty, fill, own_stream
+from qprecon.llm.storage.filling import check_unborrowed, empty, fill, move_buffers, own_stream
 from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
 
@@ -33,13 +34,14 @@ class DiskBlocks:
 
     `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
     blocks, shard b + 2 block b, and one behind them what the model has no place for. What an earlier run finished is not written
-    again.
+    again. `compute`: what 16-bit floats are computed in, if not as they are; they are written as they were.
     """
 
     def __init__(
-        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog
-    ):
-        self.model, self.shards, self.blocks, self.device = model, shards, blocks, device
+        self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog,
+        compute: torch.dtype | None = None,
+    ):  # fmt: skip
+        self.model, self.shards, self.blocks, self.device, self.compute = model, shards, blocks, device, compute
         self.journal, self.log = journal, log
         self.stored = stored_names(model, shards)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -119,9 +121,9 @@ class DiskBlocks:
                 self.model, self.blocks, samples, device=self.device, store=store, batch=batch, streams=streams, share=share
             )
         finally:
-            empty(self.model)
+            empty(self.model, self.dtypes)
         if inputs.borrowing:
-            check_unborrowed(self.model, self.blocks, inputs, partial(self._load, dense=True))
+            check_unborrowed(self.model, self.blocks, inputs, partial(self._load, dense=True), self.dtypes)
         return inputs
 
     @contextmanager
@@ -140,13 +142,12 @@ class DiskBlocks:
                 tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
         fill(self.model, tensors)
         module = self.blocks[index].module
-        for part in module.modules():  # buffers that no file holds
-            part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
+        move_buffers(module.modules(), self.device)
         try:
             check_weights(self.blocks[index])
             yield module
         finally:
-            empty(module)
+            empty(module, self.dtypes, self.blocks[index].name)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -154,11 +155,10 @@ class DiskBlocks:
         names = self._names(None)
         try:
             fill(self.model, self._read(self.shards, names, self.device))
-            for part in outside_blocks(self.model, self.blocks):
-                part._buffers.update({name: buffer.to(self.device) for name, buffer in part.named_buffers(recurse=False)})
+            move_buffers(outside_blocks(self.model, self.blocks), self.device)
             yield
         finally:
-            empty(self.model)
+            empty(self.model, self.dtypes)
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep tensors for a run that continues this one."""
@@ -241,23 +241,24 @@ class DiskBlocks:
             return tensors | self._read(written, done, self.device, pinned)
 
     def _read(
-        self, shards: Shards | Finished, names: Iterable[str], device: torch.device, pinned: bool = False
+        self, shards: Shards | Finished, names: Iterable[str], device: torch.device, pinned: bool = False, compute: bool = True
     ) -> dict[str, torch.Tensor]:
-        """Tensors by their names in the model, in the model's dtypes; copies, as those of safetensors may lie in the file.
+        """Tensors by their names in the model, in its dtypes; copies, as those of safetensors may lie in the file.
 
         `pinned`: through pinned memory, which the allocator keeps for the next block; kernels of other threads do not wait then.
+        `compute`: in the dtypes that are computed in.
         """
         names = list(names)
         tensors = shards.read({self.stored[name] for name in names})
-        if shards is self.shards:
-            self.sums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+        self.sums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()} if shards is self.shards else {}
         if pinned:
             tensors = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in tensors.items()}
-        moved = {key: tensor.to(device, self.dtypes[key], copy=not pinned) for key, tensor in tensors.items()}
+        dtypes = {key: widened(self.dtypes[key], self.compute if compute else None) for key in tensors}
+        moved = {key: tensor.to(device, dtypes[key], copy=not pinned) for key, tensor in tensors.items()}
         return {name: moved[self.stored[name]] for name in names}
 
     def _copy(self, index: int | None) -> None:
-        tensors = self._read(self.shards, self._names(index), torch.device("cpu"))
+        tensors = self._read(self.shards, self._names(index), torch.device("cpu"), compute=False)
         check_finite((name, tensor) for name, tensor in tensors.items() if self.stored[name] in self.parameters)
         self._write(index, tensors, (), None, {})
 
@@ -272,7 +273,7 @@ class DiskBlocks:
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
             sums = {name: self.sums[name] for name in own}
             low = {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()}
-            own = packed_tensors(own, low)
+            own = packed_tensors({name: tensor.to(self.dtypes[name]) for name, tensor in own.items()}, low)
             own, masks = fetched(own), fetched(masks)
         zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
         parameters = sum(tensor.numel() for tensor in counted)

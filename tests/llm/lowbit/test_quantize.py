@@ -191,6 +191,37 @@ def test_2_4_is_found_in_low_bit_files(monkeypatch, tmp_path):
     assert found.ok and not found.not_2_4 and sum(row.layers for row in found.rows) == len(report.layers)
 
 
+@pytest.mark.parametrize(("quantize", "largest"), [("int8", 128), ("fp8", 448)])
+def test_codes_of_8_bits_are_found_in_files(quantize, largest, tmp_path):
+    """What the sparse kernels multiply: codes of the format that give the weights back, bit for bit, times their scales.
+
+    The kernels themselves refuse a CPU."""
+    from qprecon.llm.evaluation.sparse_check import check_sparse
+    from qprecon.llm.evaluation.sparse_products import LOW_BITS, products
+
+    model = build("llama").to(torch.bfloat16)
+    prune_model(model, tokens(6), out=tmp_path / "out", quantize=quantize, pattern="2:4", progress=False)
+    read = loaded(tmp_path / "out").model.layers[0].mlp.down_proj
+    codes = products(quantize).weights(read.weight, read.weight_scale)
+    assert codes.dtype == LOW_BITS[quantize] and torch.equal((codes.float() * read.weight_scale.float()).bfloat16(), read.weight)
+    assert codes.float().abs().max() > largest / 2 and torch.equal(codes.float() == 0, read.weight == 0)
+    found = check_sparse(tmp_path / "out", tokens=32, dtype=quantize, device="cpu")
+    assert not found.ok and not found.not_2_4 and all("refused" in row.problem for row in found.rows)
+
+
+def test_8_bit_kernels_need_one_scale_an_output(tmp_path):
+    from qprecon.llm.evaluation.sparse_check import check_sparse
+
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    settings = {"pattern": "2:4", "update": "none", "progress": False}
+    for number, more in enumerate(({}, {"quantize": "int8", "group_size": 16}, {"quantize": "fp8"})):
+        prune_model(tmp_path / "dense", tokens(6), out=tmp_path / str(number), **settings, **more)
+        found = check_sparse(tmp_path / str(number), tokens=32, dtype="int8", device="cpu")
+        assert not found.ok and not found.not_2_4
+        for row in found.rows:
+            assert "int8" in row.problem and "scale" in row.problem and row.dense_ms is None, row.problem
+
+
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="transformers 4 has experts as linear layers")
 @pytest.mark.parametrize("family", ["qwen2-moe", "mixtral"])
 @pytest.mark.parametrize(("quantize", "group_size"), [("int8", 0), ("int4", 8)])

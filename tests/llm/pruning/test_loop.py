@@ -357,7 +357,8 @@ def test_the_report():
     assert report.sparsity == pytest.approx(0.25) and data["model_sparsity"] == zeros / data["parameters"]
     assert data["parameters"] == sum(p.numel() for p in model.parameters()) > pruned
     assert data["settings"]["seed"] == report.seed == 11 and data["settings"]["pattern"] == "25%"
-    assert {"load", "capture", "gram", "mask", "update", "propagate"} <= set(data["phase_seconds"])
+    assert {"load", "capture", "gram", "mask", "update", "rounding", "propagate"} <= set(data["phase_seconds"])
+    assert all(seconds >= 0 for seconds in data["phase_seconds"].values())
     assert {"qprecon", "torch", "transformers", "python"} == set(data["versions"])
     assert "21 layers pruned to 25.00% zeros" in report.summary()
 

@@ -13,7 +13,6 @@ from qprecon.errors import UnknownBackendError
 from qprecon.llm import perplexity, prune_model
 from qprecon.llm.model.blocks import check_weights, find_blocks
 from qprecon.llm.model.targets import ATTENTION, matches
-from qprecon.llm.pruning import checks
 from qprecon.llm.pruning import prune_model as pipeline
 from qprecon.llm.pruning.plan import calibration_samples, plan_layers
 from tests.llm.families import FAMILIES, FUSED, build, tokens
@@ -472,41 +471,6 @@ def test_bad_calibration():
 def test_an_unknown_mask_option_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match=r"mask 'sparsegpt' has no option 'foo'. Its options: block_size, damping"):
         prune_model(build("llama"), tokens(2), mask="sparsegpt", mask_options={"foo": 1}, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("stored", "dtype", "device", "seconds", "hint"),
-    [
-        (torch.bfloat16, "auto", "cpu", 5.0, True),
-        (torch.float16, "auto", "cpu", 5.0, True),
-        (torch.bfloat16, "auto", "cpu", 1.5, False),  # a CPU with instructions for it
-        (torch.float32, "auto", "cpu", 5.0, False),
-        (torch.bfloat16, "bfloat16", "cpu", 5.0, False),  # asked for
-        (torch.bfloat16, "auto", "cuda", 5.0, False),
-    ],
-)
-def test_half_precision_is_worth_a_word_where_a_cpu_is_slow_with_it(monkeypatch, stored, dtype, device, seconds, hint):
-    monkeypatch.setattr(checks, "product_seconds", lambda each: 1.0 if each == torch.float32 else seconds)
-    found = checks.half_precision_hint(plan_layers(build("llama").to(stored), 0.5), dtype, torch.device(device))
-    if not hint:
-        assert found is None
-        return
-    name = str(stored).removeprefix("torch.")
-    assert f"are {name}; products of them take 5 times as long" in found and 'dtype="float32" (--dtype float32' in found
-
-
-def test_the_seconds_of_a_product_are_measured():
-    assert 0 < checks.product_seconds(torch.float32) < 10
-
-
-def test_the_word_comes_before_the_work_and_stands_in_the_report(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "product_seconds", lambda each: 1.0 if each == torch.float32 else 5.0)
-    common = dict(update="none", targets="layers.0", device="cpu")
-    for progress, said in (("bar", 1), ("json", 0), (False, 0)):
-        report = prune_model(build("llama").to(torch.bfloat16), tokens(2), progress=progress, **common)
-        assert sum("--dtype float32" in warning for warning in report.warnings) == 1
-        assert sum(line.startswith("note: the weights are bfloat16") for line in capsys.readouterr().err.splitlines()) == said
-    assert prune_model(build("llama"), tokens(2), progress=False, **common).warnings == ()
 
 
 @pytest.mark.parametrize("arguments, named", [

@@ -5,10 +5,11 @@ import socket
 import sys
 
 import pytest
+import torch
 
 from qprecon.cli import main
-from qprecon.llm import PruneReport, recover
-from tests.llm.ranks.processes import needs_forks, run, run_apart
+from qprecon.llm import PruneReport, RecoveryReport
+from tests.llm.ranks.processes import needs_forks, run_apart
 from tests.llm.storage.test_streaming import same, weights
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
@@ -23,19 +24,19 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-def command(rank, port, size, folder, *arguments):
+def command(rank, port, size, folder, name, *arguments):
     """What torchrun tells its processes; the store is the test's, as it is torchrun's own."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     with (folder / f"stdout {rank}").open("w") as sys.stdout, (folder / f"stderr {rank}").open("w") as sys.stderr:
-        return main(["prune", *map(str, arguments), "--progress", "json", "--device", "cpu"])
+        return main([name, *map(str, arguments), "--progress", "json", "--device", "cpu"])
 
 
-def launched(size, folder, *arguments):
+def launched(size, folder, *arguments, name="prune"):
     """Exit codes, and what each process wrote to stdout and to stderr."""
-    codes = run_apart(size, command, size, folder, *arguments)
+    codes = run_apart(size, command, size, folder, name, *arguments)
     texts = [[(folder / f"{name} {rank}").read_text() for rank in range(size)] for name in ("stdout", "stderr")]
     return codes, *texts
 
@@ -76,13 +77,28 @@ def test_a_free_port_is_no_group(monkeypatch, model, tmp_path):
 def test_other_commands_take_one_process(model, tmp_path, monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["recover", str(model), str(model), str(tmp_path / "out")]) == 2
-    assert "takes one process" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main(["eval", str(model), "--text", str(tmp_path / "text.txt")]) == 2
+    assert "takes one process" in capsys.readouterr().err
 
 
-def in_python(rank, model):
-    return recover(model, model, words(50), out=model.with_name("out"))
+def test_recover_is_one_run_too(model, tmp_path):
+    flags = ("--calib", tmp_path / "text.txt", "--nsamples", 6, "--seqlen", 32)
+    assert main(["prune", *map(str, (model, tmp_path / "pruned", *flags)), "--quiet"]) == 0
+    flags = (tmp_path / "pruned", model, *flags) + ("--passes", 2, "--batch", 2, "--lr", 1e-3, "--save-masks")
+    assert main(["recover", *map(str, (*flags[:2], tmp_path / "one", *flags[2:])), "--quiet"]) == 0
+    codes, said, shown = launched(2, tmp_path, *flags[:2], tmp_path / "two", *flags[2:], name="recover")
+    assert codes == [0, 0], shown
+    assert "weights trained" in said[0] and said[1] == ""
+    assert '"done"' in shown[0] and '"done"' not in shown[1]
+    own, expected = weights(tmp_path / "two"), weights(tmp_path / "one")
+    assert own.keys() == expected.keys() and not same(expected, weights(tmp_path / "pruned"))
+    assert all(torch.allclose(own[name], expected[name], atol=1e-5) for name in own)
+    assert all(torch.equal(own[name] == 0, expected[name] == 0) for name in own)
+    assert RecoveryReport.load(tmp_path / "two").world_size == 2
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(path.name for path in (tmp_path / "one").iterdir())
 
 
-def test_recover_takes_one_process(model):
-    assert all(isinstance(each, ValueError) and "one process" in str(each) for each in run(2, in_python, model))
+def test_bad_input_of_recover_is_one_line(model, tmp_path):
+    codes, said, shown = launched(2, tmp_path, model, model, tmp_path / "out", "--calib", tmp_path / "text.txt", name="recover")
+    lines = [line for text in shown for line in text.splitlines() if "error" in line]
+    assert 0 not in codes and said == ["", ""] and len(lines) == 1 and "rank " in lines[0] and not (tmp_path / "out").exists()

@@ -7,8 +7,10 @@ import transformers as tf
 from torch import nn
 
 from qprecon import cli
+from qprecon.grids.formats import find_grid, fit_scales
 from qprecon.llm import prune_model
-from qprecon.llm.evaluation.sparse_check import _check, check_sparse, is_2_4
+from qprecon.llm.evaluation.sparse_check import check_model, check_sparse, is_2_4
+from qprecon.llm.evaluation.sparse_products import LOW_BITS, products, why_none
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.packed import MASKS_NAME
 from tests.llm.families import build, tokens
@@ -96,22 +98,29 @@ def pruned():
     return model
 
 
+def checked(model, compress=None):
+    """In float32 on the CPU; `compress` stands for the sparse kernels' own."""
+    kernels = products("float32")
+    kernels = kernels if compress is None else kernels._replace(compress=compress)
+    return check_model(model, 16, "float32", torch.device("cpu"), kernels)
+
+
 def test_layers_are_grouped_compared_and_timed():
-    result = _check(pruned(), 16, torch.float32, torch.device("cpu"), lambda weight: weight.clone())
+    result = checked(pruned(), lambda weight: weight.clone())
     assert result.ok and {(r.n_outputs, r.n_inputs): r.layers for r in result.rows} == {
         (32, 32): 2, (16, 32): 2, (48, 32): 6, (32, 48): 3,
     }  # fmt: skip
     assert all(row.dense_ms > 0 and row.sparse_ms > 0 and row.difference == 0 for row in result.rows)
     assert len(result.not_2_4) == 8 and "8 layers are not 2:4" in str(result) and "times as fast" in str(result)
-    assert not _check(build("llama"), 16, torch.float32, torch.device("cpu"), lambda weight: weight).ok  # nothing is 2:4
+    assert not checked(build("llama"), lambda weight: weight).ok  # nothing is 2:4
 
 
 def test_a_wrong_result_and_a_refusal_are_told():
     model = pruned()
-    wrong = _check(model, 16, torch.float32, torch.device("cpu"), lambda weight: weight * 1.1)
+    wrong = checked(model, lambda weight: weight * 1.1)
     assert not wrong.ok and all("differs by 1.0e-01" in row.problem for row in wrong.rows)
     # The real conversion: it works on CUDA tensors only.
-    refused = _check(model, 16, torch.float32, torch.device("cpu"), torch.sparse.to_sparse_semi_structured)
+    refused = checked(model)
     assert not refused.ok and all("refused" in row.problem and row.sparse_ms is None for row in refused.rows)
     assert "refused" in str(refused)
 
@@ -121,20 +130,31 @@ def test_without_a_gpu_it_says_that_nothing_was_checked(tmp_path, capsys):
     build("llama").save_pretrained(tmp_path)
     assert cli.main(["check-sparse", str(tmp_path)]) == 1
     assert "not checked" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="NVIDIA"):
-        check_sparse(tmp_path)
+    for dtype in ("float16", "int8", "fp8"):
+        with pytest.raises(RuntimeError, match="NVIDIA"):
+            check_sparse(tmp_path, dtype=dtype)
+    with pytest.raises(ValueError, match="int7"):
+        check_sparse(tmp_path, dtype="int7")
     assert cli.main(["check-sparse", str(tmp_path / "typo")]) == 2
     assert "no such model folder" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_real_kernels_on_a_gpu():
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "fp8"])
+def test_real_kernels_on_a_gpu(dtype):
+    """Layers of 2:4 zeros, with one scale an output where the dtype has 8 bits; int8 sums are the very same."""
+    if why := why_none(dtype, torch.device("cuda")):
+        pytest.skip(why)
     block = nn.ModuleList([nn.Sequential(nn.Linear(256, 512, bias=False))])
     weight = block[0][0].weight
     with torch.no_grad():
         weight.mul_(torch.tensor([1.0, 0, 1, 0], device=weight.device).repeat(64))
+        if dtype in LOW_BITS:
+            fitted = fit_scales(find_grid(dtype), weight.T)
+            weight.copy_(fitted.nearest(weight.T).T)
+            block[0][0].weight_scale = fitted.scale_GK.T
     model = nn.Module()
     model.layers = block
-    result = _check(model, 128, torch.float16, torch.device("cuda"), torch.sparse.to_sparse_semi_structured)
-    assert result.ok and result.rows[0].difference < 1e-2
+    result = check_model(model, 128, dtype, torch.device("cuda"), products(dtype))
+    assert result.ok, str(result)
+    assert result.rows[0].difference < (1e-9 if dtype == "int8" else 1e-2)

@@ -1,0 +1,100 @@
+"""A model whose parameters lie in parts on all ranks, through torch's FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Each rank has a part of each parameter, cut along the first dimension (a DTensor). A block is whole on every rank while it computes,
+forward or backward; then its gradients are averaged over the ranks, and each keeps those of its part (Zhao et al. 2023,
+arXiv:2304.11277; Rajbhandari et al. 2020, arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@contextmanager
+def mesh_of_all(device: torch.device, timeout: float) -> Iterator[DeviceMesh]:
+    """All ranks in a row, with a process group of their own, whose collectives end after `timeout` seconds."""
+    group = distributed.new_group(timeout=timedelta(seconds=timeout))
+    yield DeviceMesh.from_group(group, device.type)
+    distributed.destroy_process_group(group)  # not after an error: it might wait for a rank that is lost
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """The same modules anew, with parameters of their own that share the memory of the model's; none of them needs gradients."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+class Sharded(nn.Module):
+    """`model` in parts. What calls it or modules of it is given to `forward`, with its arguments.
+
+    What lies outside the blocks is whole in there and stays so until the backward pass is done, or until `reshard`.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments)
+
+
+def sharded(
+    model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device, dtypes: Mapping[str, torch.dtype],
+    compute: torch.dtype | None,
+) -> Any:  # fmt: skip
+    """`model`, which all ranks have alike, as a `Sharded` on the device, one of its blocks after the other.
+
+    dtypes: of each parameter's parts by name. compute: the dtype that parameters have while they are whole; None leaves them as
+    they are. Gradients are averaged in float32. A parameter that needs none and has another dtype than `compute` is whole on every
+    rank.
+    """
+    policy = MixedPrecisionPolicy(compute, None if compute is None else torch.float32, cast_forward_inputs=False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    apart: set[nn.Parameter] = set()
+    done: set[int] = set()
+    root = Sharded(model)
+    for module in (*blocks, root):
+        for parameter in module.parameters():
+            if id(parameter) in done or isinstance(parameter, DTensor):
+                continue
+            done.add(id(parameter))
+            dtype = dtypes[names[id(parameter)]]
+            parameter.data = parameter.data.to(device, dtype)
+            if not parameter.requires_grad and (not dtype.is_floating_point or compute not in (None, dtype)):
+                apart.add(parameter)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not root, ignored_params=apart)
+    for buffer in root.buffers():
+        buffer.data = buffer.data.to(device)
+    return root
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part, in the same memory; a plain tensor, or None, as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor in parts; all ranks must call it. A plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def in_parts(tensor: torch.Tensor, like: Any) -> DTensor:
+    """A tensor that all ranks have, in parts as the DTensor `like` is; nothing is sent."""
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def from_part(part: torch.Tensor, like: Any) -> DTensor:
+    """The tensor of which each rank has such a part as of the DTensor `like`."""
+    return DTensor.from_local(
+        part.to(like.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
