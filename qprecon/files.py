@@ -272,6 +272,8 @@ def _fault(path: str | Path, kind: Kind, error: Exception) -> str:
         return f"is not UTF-8 text: {error.reason}, byte {error.object[error.start]:#04x}"
     if found in _PACKED:
         return f"holds damaged {found}: {one_line(error)}"
+    if "allow_pickle" in str(error):  # numpy's advice is to trust the file
+        return "has an array of Python objects, which only a pickle holds, and pickles are not read: save arrays of numbers"
     if isinstance(error, RecursionError):
         return f"is not {kind.name} that can be read: it is nested too deeply"
     return f"is not {kind.name}, or is damaged: {one_line(error)}"

@@ -115,7 +115,8 @@ def _launched(arguments: argparse.Namespace, folder: Path, out: Path, size: int)
     command += ["--device", arguments.device] if arguments.device else []
     command += [word for each in arguments.words for word in ("--setting", each)]
     started = time.perf_counter()
-    code = subprocess.run(command, env=os.environ | {"NCCL_NVLS_ENABLE": "0"}).returncode
+    threads = str(max(1, len(os.sched_getaffinity(0)) // size))  # torchrun would give each rank one, and a single rank all
+    code = subprocess.run(command, env=os.environ | {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}).returncode
     if code:
         errors = [f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(out.parent.glob(f"{out.name}.error-*"))]
         raise SystemExit("\n".join([f"{size} ranks: exit code {code}", *errors]))

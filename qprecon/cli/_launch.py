@@ -26,6 +26,12 @@ def is_grouped() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def own_threads() -> int:
+    """This process's part of the processors, which it shares with the other ranks of its host."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, allowed // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+
+
 @contextmanager
 def launched(device: str | None, timeout: float) -> Iterator[None]:
     """While open, there is the process group of the launcher, if there is one: NCCL between GPUs, Gloo between processors.
@@ -40,6 +46,8 @@ def launched(device: str | None, timeout: float) -> Iterator[None]:
 
     from qprecon.llm.ranks.group import joined
 
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's own choice
+        torch.set_num_threads(own_threads())
     cuda = torch.cuda.is_available() and not str(device).startswith("cpu")
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

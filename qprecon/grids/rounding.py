@@ -59,7 +59,7 @@ def descend(
         sweeps: passes over the inputs at most; it ends early when a pass changes nothing.
         product: `product(columns, x)` is A[:, columns]·x; see ``fast_product``.
     """
-    q_NK, r_NK, mask_NK, n = _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
+    xp, q_NK, r_NK, mask_NK, n = namespace(q_NK), _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
     blocks, product = _blocks(fitted.grid, n), product or (lambda columns, x: a_NN[:, columns] @ x)
     block = _kernel(q_NK, "descend_block") or _descend_block
     for _ in range(sweeps):
@@ -71,8 +71,10 @@ def descend(
             before_PK, local_PK = _copy(q_NK[start:stop]), _copy(r_NK[start:stop])
             for rows in panel:
                 inside = slice(rows.start - start, rows.stop - start)
-                change_BK = block(a_NN[rows, rows], _rows_of(fitted, rows), q_NK[rows], local_PK[inside], mask_NK[rows])
-                q_NK[rows] += change_BK
+                scales = _rows_of(fitted, rows)
+                change_BK = block(a_NN[rows, rows], scales, q_NK[rows], local_PK[inside], mask_NK[rows])
+                moved_BK = q_NK[rows] + change_BK  # next to a value of the grid: the difference was rounded, and so is the sum
+                q_NK[rows] = xp.where(change_BK != 0, scales.nearest(moved_BK), q_NK[rows])
                 if rows.stop < stop:
                     local_PK[inside.stop :] -= a_NN[rows.stop : stop, rows] @ change_BK
             change_PK = q_NK[start:stop] - before_PK

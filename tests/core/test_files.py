@@ -190,3 +190,10 @@ def test_a_kind_that_begins_otherwise_is_told_before_it_is_read(tmp_path):
     (tmp_path / "a.json").write_bytes(npz(a=np.ones(3)))
     with pytest.raises(BadFileError, match="zip archive; JSON is wanted"):
         check_file(tmp_path / "a.json", JSON)
+
+
+def test_arrays_of_objects_are_refused_without_numpys_advice(tmp_path):
+    np.savez(tmp_path / "a.npz", H=np.eye(2), W=np.array([1, "x", None], dtype=object))
+    with pytest.raises(BadFileError) as caught:
+        read_npz(tmp_path / "a.npz")
+    assert "allow_pickle" not in one_line(caught, tmp_path / "a.npz") and "objects" in str(caught.value)

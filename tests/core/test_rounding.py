@@ -240,3 +240,19 @@ def test_bits_per_weight_counts_scales():
     assert find_grid("int4", group_size=128, scale_dtype="bfloat16", symmetric=False).bits_per_weight(1024) == 4 + 20 / 128
     assert find_grid("nvfp4").bits_per_weight(1024) == 4.5 and find_grid("mxfp4").bits_per_weight(1024) == 4.25
     assert find_grid("bf16").bits_per_weight(1024) == 16
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_descent_in_float32_ends_on_the_grid_to_the_last_bit(name):
+    """q + (value - q) is not always the value: files of compressed-tensors would hold other weights than were audited."""
+    torch = pytest.importorskip("torch")
+    off = 0
+    for seed in range(8):
+        a, w, mask, grid, best = setting(64, 48, seed, name, group_size=None)
+        ta, tw, tmask, tbest = (torch.tensor(x, dtype=torch.bool if x is mask else torch.float32) for x in (a, w, mask, best))
+        fitted = fit_scales(grid, tbest)
+        start = fitted.nearest(tbest)
+        q, _ = descend(ta, fitted, start, ta @ (tw - start), tmask)
+        off += int((q != fitted.nearest(q)).sum())
+        assert bool((q != start).any())
+    assert off == 0

@@ -28,7 +28,10 @@ VALID: dict[str, list[Any]] = {
     "targets": ["re:.*mlp.*", ["layers.0"], "*up_proj*"], "ignore": ["re:.*q_proj", ["layers.1"]], "dtype": ["auto", "float32"],
     "device": ["cpu", "auto"], "store": ["cpu", "auto"], "resume": [True, False], "save_masks": [True, False],
     "sparsity_ratio": [0.5], "sparsity_type": ["2:4", "unstructured"], "prune_method": ["wanda"], "dampening_frac": [0.02],
-    "mask_structure": ["2:4", "0:0"], "skip_attention": [True],
+    "mask_structure": ["2:4", "0:0"], "skip_attention": [True], "output_weights": [0, 0.5], "quantize": ["none", "int4", "fp8"],
+    "group_size": [8, 32], "rounding": ["nearest", "sweep", "gptq"], "rounding_options": [{"passes": 1}], "adapter_rank": [0, 2],
+    "fixed_order": [True, False], "rank_timeout": [600], "progress": ["quiet", "json", False], "true_sequential": [True],
+    "mask_file": ["masks.npz"],
 }  # fmt: skip
 STRANGE: list[Any] = [
     None, True, -1, 0, 1.5, 10**400, -0.0, 1e-320, float("nan"), float("inf"), "", " ", "many", "0,5", "50 %", "2:4:8", "4:2",

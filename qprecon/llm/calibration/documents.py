@@ -51,6 +51,11 @@ def file_documents(path: Path) -> list[str]:
         return ["".join(head) + file.read()]
 
 
+def is_rows(path: Path) -> bool:
+    """Whether a name is one of lines of JSON or of a table."""
+    return _ending(path) in (*_LINES, *_TABLES)
+
+
 def wikitext_join(path: str | Path) -> str:
     r"""The text of a raw WikiText file (compressed or plain) as the published perplexities take it.
 

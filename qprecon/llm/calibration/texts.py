@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from qprecon.files import near
-from qprecon.llm.calibration.documents import file_documents, wikitext_join
+from qprecon.llm.calibration.documents import file_documents, is_rows, wikitext_join
 from qprecon.llm.files.hub import ask_hub, is_hub_name, offline_if_silent
 
 __all__ = ["is_source_name", "load_texts", "wikitext_join"]
@@ -28,6 +28,7 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
             "text"; WikiText's .raw and any other text is one document; compressed ones (.gz, .zst, …) too;
             "builtin": the English language reference that comes with Python (`pydoc_data.topics`, about 465 kB,
             one document a topic; its words change a little from one Python version to the next);
+            a folder with such rows in files, as a data set on the hub has them (with `datasets`);
             "c4", or any other name that `datasets.load_dataset` takes: the first `documents` documents of the split
             "train", streamed.
         documents: how many documents to take of a data set that is streamed. Ignored for files and "builtin".
@@ -36,7 +37,7 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         The documents in a fixed order.
 
     Raises:
-        FileNotFoundError: `source` looks like a path, but no such file exists.
+        FileNotFoundError: `source` looks like a path, but no such file exists. IsADirectoryError: a folder without such rows.
         ModuleNotFoundError: `source` names a data set and `datasets` is not installed.
         OSError: the data set cannot be had; the message says what to give instead.
         ValueError: a source without any text; BadFileError, one of its kind, for a file that is not what it should be, by name.
@@ -46,6 +47,8 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         texts = _builtin_texts()
     elif _is_file(name):
         texts = file_documents(Path(name))
+    elif os.path.isdir(name) and not _is_data_set(Path(name)):
+        raise IsADirectoryError(f"{name} is a folder: name the files of text in it, with a --calib (or --text) for each")
     elif not is_hub_name(name) and not os.path.isdir(name):
         raise FileNotFoundError(f"no such text file: {name}{near(name)}")
     else:
@@ -60,6 +63,11 @@ def is_source_name(text: str) -> bool:
     if not text or len(text) > 1000 or "\n" in text:
         return False
     return not any(character.isspace() for character in text) or _is_file(text)
+
+
+def _is_data_set(folder: Path) -> bool:
+    """Whether `datasets` finds rows in a folder: of a text file it would take each line for a document."""
+    return any(is_rows(path) for pattern in ("*", "*/*") for path in folder.glob(pattern))
 
 
 def _is_file(name: str) -> bool:
@@ -83,8 +91,6 @@ def _hub_texts(name: str, documents: int) -> list[str]:
     except ModuleNotFoundError as error:
         if error.name != "datasets":
             raise
-        if os.path.isdir(name):
-            raise IsADirectoryError(f"{name!r} is a folder: name the files of text in it, with a --calib for each") from error
         raise ModuleNotFoundError(
             f"{name!r} is no file here, and data sets need the `datasets` library (pip install 'qprecon[eval]'); or {instead}",
             name="datasets",

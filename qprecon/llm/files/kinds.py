@@ -71,8 +71,43 @@ def check_causal(model: str, config: Any) -> None:
     raise ValueError(f"{model} is no causal language model but {name} ({config.model_type})")
 
 
+def check_language_model(model: Any, argument: str = "model") -> None:
+    """TypeError for what is no transformers model; ValueError for an encoder-decoder model, and for one that takes no tokens."""
+    if not hasattr(model, "config") or not hasattr(model, "named_modules"):
+        raise TypeError(f"{argument}: a transformers causal LM or a path, got {type(model).__name__}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{argument}: {type(model).__name__} is an encoder-decoder model; what its decoder is given depends on another text "
+            "for the encoder, and only models that read one text can be pruned"
+        )
+    try:
+        embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    except NotImplementedError:
+        embeddings = None
+    if embeddings is not None and not hasattr(embeddings, "num_embeddings"):
+        raise ValueError(f"{argument}: {type(model).__name__} has no embeddings of tokens, so it is no language model")
+
+
 def _known(auto: Any, config: Any) -> bool:
     return auto is not None and type(config) in auto._model_mapping
+
+
+def check_unquantised(model: str, config: Any, why: str) -> None:
+    """ValueError, with `why`, for a model whose configuration says that its weights are quantised."""
+    if (method := quantised_by(config)) is not None:
+        raise ValueError(
+            f"{model} is quantised ({method}): {why}. Take the model before it was quantised, and quantise what comes out"
+        )
+
+
+def quantised_by(config: Any) -> str | None:
+    """How the weights of a model with this configuration are quantised, in the words of its tool; None where they are not."""
+    facts = getattr(config, "quantization_config", None)
+    if facts is None:
+        return None
+    facts = facts if isinstance(facts, Mapping) else facts.to_dict()
+    known = [str(facts[key]) for key in ("quant_method", "format") if isinstance(facts.get(key), str)]
+    return ", ".join(dict.fromkeys(known)) or "by a tool that it does not name"
 
 
 def check_kinds(folder: Path, stored: Mapping[str, Mapping[str, str]], config: Any) -> None:

@@ -107,7 +107,8 @@ def low_rank(root_NN: torch.Tensor, missing_NK: torch.Tensor, rank: int, dtype: 
 
 
 def check_adapters(rank: int, views: Iterable[LinearView], model: nn.Module) -> None:
-    """ValueError, naming the layer, for one that PEFT's LoRA has no form for, and where an earlier run has left adapters."""
+    """ValueError, naming the layer, for one that PEFT's LoRA has no form for or that has a smaller rank itself; and where an
+    earlier run has left adapters."""
     if not rank:
         return
     if adapters_of(model):
@@ -115,6 +116,11 @@ def check_adapters(rank: int, views: Iterable[LinearView], model: nn.Module) -> 
     for view in views:
         if view.expert is not None or not isinstance(view.module, nn.Linear):
             raise ValueError(f"adapter_rank: {view.name} is no linear module for an adapter to be beside; leave it out (ignore)")
+        if rank > (most := min(view.n_inputs, view.n_outputs)):
+            raise ValueError(
+                f"adapter_rank {rank}: {view.name} has {view.n_inputs} inputs and {view.n_outputs} outputs, so that rank {most} is "
+                "all of it and nothing would be left to prune; give a smaller rank or leave the layer out (ignore)"
+            )
 
 
 def attach(module: nn.Module, adapter: Adapter, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@
 | dict: layer name -> array or tensor | (N inputs, K outputs), this package's own |
 | `.npz`, `.safetensors`: one array a layer | (K, N), that of `torch.nn.Linear.weight` |
 | `masks.npz` of `prune_model(save_masks=True)`: packed bits | (K, N) |
-| a folder with `*.safetensors`: kept are the weights that aren't 0 | the model's own |
+| a folder with `*.safetensors`: kept are the weights that aren't 0, those of codes of compressed-tensors too | the model's own |
 
 The model's own orientation is what `prune_model` says it is; without it (K, N), but (N, K) for Conv1D models (GPT-2).
 A folder's 3-D tensors hold an expert's layer in each slice: slice 2 of `a.experts.up_proj` is the layer `a.experts.2.up_proj`.
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qprecon.files import NPZ, read_json, read_npz, reading
+from qprecon.llm.files.codes import read_codes
 from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
 from qprecon.llm.masks.packed import packed_shapes, unpack
@@ -175,8 +176,14 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]
 
 
 def _checkpoint(folder: Path, experts: bool) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
-    for path in _weights_of(folder):
+    paths = _weights_of(folder)
+    coded = read_codes(folder, paths)
+    for layer, weights in coded.items():
+        yield layer, lambda weights=weights: weights() != 0
+    for path in paths:
         for key, shape in read_header(path).shapes.items():
+            if key.rpartition(".")[0] in coded:
+                continue
             if len(shape) == 2:
                 yield key, partial(_nonzeros, path, key)
             elif len(shape) == 3 and experts:

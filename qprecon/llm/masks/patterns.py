@@ -27,6 +27,7 @@ _NM_HINT = (
     "N that are pruned, so their 1:4 is '3:4' here"
 )
 _SMALL_M = 16  # up to here comparing all pairs beats a sort of many tiny segments
+_EXPONENTS = 400  # powers of ten; a number beyond them is no sparsity, whatever it is
 _PAIRS = 2**26  # pairs compared at once, a byte each
 
 
@@ -43,9 +44,9 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
-            value = float(self.fraction)
-            hint = f"; for {value:g} percent write '{value:g}%'" if value > 1 else ""
-            raise ValueError(f"sparsity must lie in [0, 1], got {value:g}{hint}")
+            value = f"{Decimal(self.fraction.numerator) / Decimal(self.fraction.denominator):.6g}"  # of any size, as no float is
+            hint = f"; for {value} percent write '{value}%'" if 1 < self.fraction <= 100 else ""
+            raise ValueError(f"sparsity must lie in [0, 1], got {value}{hint}")
 
     @classmethod
     def parse(cls, value: str | float | Fraction | Pattern) -> Pattern:
@@ -57,7 +58,7 @@ class Pattern:
             return cls._parse_nm(text)
         try:
             # Through the decimal text, so that 0.7 means 7/10; the limit turns 0.3333333333333333 back into 1/3.
-            number = value if isinstance(value, Fraction) else Fraction(Decimal(text.removesuffix("%").strip()))
+            number = value if isinstance(value, Fraction) else _exact(Decimal(text.removesuffix("%").strip()))
         except (InvalidOperation, ValueError, OverflowError):
             number = None
         if number is None or isinstance(value, bool):
@@ -114,6 +115,13 @@ class Pattern:
     def pruned_per_group(self, n: int) -> int:
         """floor(s * n), exact: the zeros among n weights that are compared with one another."""
         return math.floor(self.fraction * n)
+
+
+def _exact(number: Decimal) -> Fraction:
+    """As a fraction. Of exponents beyond all use, whose powers of ten would fill the memory, only that they are large or small."""
+    if number and abs(number.adjusted()) > _EXPONENTS:
+        number = Decimal(0) if number.adjusted() < 0 else (Decimal(10) ** _EXPONENTS).copy_sign(number)
+    return Fraction(number)
 
 
 def check_group(group: str) -> None:

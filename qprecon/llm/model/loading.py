@@ -15,6 +15,7 @@ from qprecon.errors import BadFileError
 from qprecon.files import near, one_line, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts
+from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
 from qprecon.llm.model.dtypes import as_dtype
 
@@ -159,6 +160,7 @@ def model_folder(model: str | Path) -> Path:
     if path.is_file():
         raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name")
     if path.is_dir():
+        check_utf8_name(path, "model")
         if (path / "config.json").is_file():
             return path
         adapter = (path / "adapter_config.json").is_file()

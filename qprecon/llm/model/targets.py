@@ -32,6 +32,8 @@ def as_patterns(patterns: str | Iterable[str] | None, what: str) -> tuple[str, .
     """One pattern or several, as a tuple; TypeError for anything that is not text."""
     if patterns is None:
         return ()
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{what}: names of layers, as text or a list of texts, got {patterns!r}")
     patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:

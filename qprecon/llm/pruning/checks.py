@@ -10,11 +10,14 @@ from torch import nn
 
 import qprecon
 from qprecon.contract.options import is_number
+from qprecon.llm.files.kinds import quantised_by
+from qprecon.llm.files.weight_files import check_files
 from qprecon.llm.masks import LayerData, Selector, get_selector
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.dtypes import chosen_compute
 from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.origin import Found
 from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.llm.ranks.group import Ranks
@@ -44,6 +47,24 @@ def check_method(method: Method, plan: Plan) -> None:
     elif method.mask != "given":
         for pattern in asked.values():
             _try_mask(method, selector, pattern)
+
+
+_CODES = ("weight_packed", "weight_scale", "qweight", "W_q", "SCB", "absmax", "weight_scale_inv", "quant_state")
+
+
+def check_stored_dense(found: Found, plan: Plan) -> None:
+    """ValueError, naming the layer, where a folder holds codes in place of its weights. Told from names, before any work."""
+    method = quantised_by(getattr(found.model, "config", None)) if found.files is not None else None
+    if method is None:
+        return
+    held = {name for names in check_files(found.files).values() for name in names}
+    for layer in (layer for layers in plan.layers for layer in layers):
+        own = [name for name in held if name.startswith(f"{layer.view.name}.") and name.split(".")[-1] in _CODES]
+        if own:
+            raise ValueError(
+                f"{found.name} is quantised ({method}): of {layer.view.name} it holds {min(own)}, and codes cannot be pruned. Take "
+                "the model before it was quantised (--quantize then does both in one run), or leave the layer out with ignore"
+            )
 
 
 def _check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:

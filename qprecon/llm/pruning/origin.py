@@ -14,7 +14,7 @@ from torch import nn
 
 from qprecon.llm.calibration.mixture import as_mixture
 from qprecon.llm.calibration.windows import is_text
-from qprecon.llm.files.kinds import check_kinds
+from qprecon.llm.files.kinds import check_kinds, check_language_model
 from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
@@ -76,9 +76,8 @@ def find_model(model: Any, calibration: Any, tokenizer: Any, out: Any, dtype: An
         mixture = as_mixture(calibration)
         text = any(is_text(source) for source, _ in mixture.sources) if mixture else is_text(calibration)
         return _in_folder(model, text, tokenizer, out, dtype, mask, log)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
+    check_language_model(model)
     check_in_one_place(model)
     if dtype not in (None, "auto"):
         log.note(f"dtype={dtype!r}: no effect on a model in memory, which is pruned in the dtype it has")

@@ -17,7 +17,14 @@ from qprecon.llm.lowbit.grid import check_grid, grid_of
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device, model_folder
 from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
-from qprecon.llm.pruning.checks import check_choices, check_method, check_ranks, computed_in, with_given_masks
+from qprecon.llm.pruning.checks import (
+    check_choices,
+    check_method,
+    check_ranks,
+    check_stored_dense,
+    computed_in,
+    with_given_masks,
+)
 from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.loop import prune_blocks
 from qprecon.llm.pruning.method import Method
@@ -132,6 +139,7 @@ def _pruned(
                 ranks.decided(lambda: model_folder(model) and None)
             found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
+        check_stored_dense(found, plan)
         check_method(method, plan)
         check_grid(method, [layer.view for layers in plan.layers for layer in layers], found.model if out is not None else None)
         check_adapters(method.adapter_rank, [layer.view for layers in plan.layers for layer in layers], found.model)

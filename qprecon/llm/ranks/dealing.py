@@ -68,18 +68,19 @@ class Piece:
     last: int
 
 
-# Seconds on an H100 of what is done once for an H (two Cholesky factors in float64, the preconditioner), and of a column: fitted to
-# 4096 x 4096, 4096 x 14336 and 14336 x 4096 in benchmarks/results/solver_h100.json. Only their ratio counts.
-_ONCE, _COLUMN, _COLUMN_PRODUCT = 5.8e-14, 2.2e-9, 4e-14
+# Seconds of what is done once for an H (two Cholesky factors in float64, the preconditioner, launches), and of a column: the
+# products fitted to benchmarks/results/dealing_costs.json (H200, 2048 to 28672 inputs). To each input of a column is added what a
+# run does beside the solve (mask, update, measurement: benchmarks/results/scaling.json, one rank). Only their ratio counts.
+_LAUNCHES, _ONCE, _COLUMN, _COLUMN_PRODUCT = 1.8e-2, 1.1e-14, 1.2e-9, 2.4e-13
 
 
 def seconds_once(n_inputs: int) -> float:
     """Estimated, of what a rank does once for a matrix of so many inputs."""
-    return _ONCE * n_inputs**3
+    return _LAUNCHES + _ONCE * n_inputs**3
 
 
 def seconds_of_column(n_inputs: int) -> float:
-    """Estimated, of a column of so many inputs."""
+    """Estimated, of a column of so many inputs, from its mask to its measurement."""
     return _COLUMN * n_inputs + _COLUMN_PRODUCT * n_inputs**2
 
 

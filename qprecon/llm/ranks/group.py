@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -74,11 +75,15 @@ class Ranks:
         """While open, the others wait for this rank as long as its process lives."""
         return nullcontext() if self.meeting is None else self.meeting.busy()
 
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, which have met just before. Float32 sums in an order of the backend's."""
-        if self.size > 1:
-            self.traffic.reduced += _bytes(tensors)
-            self._wait([distributed.all_reduce(tensor, async_op=True) for tensor in tensors])
+    def begin_sum_(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begin to replace each tensor by its sum over the ranks, which have met just before; what is returned waits for it.
+
+        Float32 sums in an order of the backend's.
+        """
+        if self.size == 1:
+            return lambda: None
+        self.traffic.reduced += _bytes(tensors)
+        return partial(self._wait, [distributed.all_reduce(tensor, async_op=True) for tensor in tensors])
 
     def send_(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Replace each tensor by that of rank `source`; the ranks have met just before."""

@@ -22,7 +22,7 @@ from qprecon.errors import RankError
 
 _MOST = 2**22  # bytes of one value: torch's store takes 8 MiB at most
 _FAILED = "failed"  # the key of what the first rank that failed says
-_SHORTEST, _LONGEST = 1e-4, 2e-3  # seconds between two looks at the store
+_SHORTEST, _LONGEST = 5e-5, 5e-4  # seconds between two looks at the store
 _LOOK = 0.1  # seconds between two looks for failures and signs of life
 _LEAVING = 2.0  # seconds in which ranks answer the last roll call
 

@@ -11,18 +11,27 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_LEAST_TORCH = (2, 7)  # whose fully_shard can leave parameters out; one process needs none of what is imported below
 
 
 @contextmanager
 def mesh_of_all(device: torch.device, timeout: float) -> Iterator[DeviceMesh]:
-    """All ranks in a row, with a process group of their own, whose collectives end after `timeout` seconds."""
+    """All ranks in a row, with a process group of their own, whose collectives end after `timeout` seconds.
+
+    ImportError where torch is too old.
+    """
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _LEAST_TORCH:
+        raise ImportError(f"several ranks recover through FSDP2, which needs torch 2.7 or newer; this is {torch.__version__}")
+    from torch.distributed.device_mesh import DeviceMesh
+
     group = distributed.new_group(timeout=timedelta(seconds=timeout))
     yield DeviceMesh.from_group(group, device.type)
     distributed.destroy_process_group(group)  # not after an error: it might wait for a rank that is lost
@@ -58,6 +67,8 @@ def sharded(
     they are. Gradients are averaged in float32. A parameter that needs none and has another dtype than `compute` is whole on every
     rank.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(compute, None if compute is None else torch.float32, cast_forward_inputs=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     apart: set[nn.Parameter] = set()
@@ -65,7 +76,7 @@ def sharded(
     root = Sharded(model)
     for module in (*blocks, root):
         for parameter in module.parameters():
-            if id(parameter) in done or isinstance(parameter, DTensor):
+            if id(parameter) in done or is_in_parts(parameter):
                 continue
             done.add(id(parameter))
             dtype = dtypes[names[id(parameter)]]
@@ -78,23 +89,26 @@ def sharded(
     return root
 
 
+def is_in_parts(tensor: Any) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "full_tensor")
+
+
 def local(tensor: Any) -> Any:
     """This rank's part, in the same memory; a plain tensor, or None, as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_in_parts(tensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor in parts; all ranks must call it. A plain tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def in_parts(tensor: torch.Tensor, like: Any) -> DTensor:
+def in_parts(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """A tensor that all ranks have, in parts as the DTensor `like` is; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def from_part(part: torch.Tensor, like: Any) -> DTensor:
-    """The tensor of which each rank has such a part as of the DTensor `like`."""
-    return DTensor.from_local(
-        part.to(like.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+def from_part(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """All of the tensor of which each rank has such a part as of the DTensor `like`; all ranks must call it."""
+    from torch.distributed.tensor import DTensor
+
+    shape = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(part.to(like.device), like.device_mesh, like.placements, run_check=False, **shape).full_tensor()

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import distributed
-from torch.distributed.tensor import DTensor
 
-from qprecon.llm.ranks.sharding import in_parts, local, whole
+from qprecon.llm.ranks.sharding import in_parts, is_in_parts, local
 from qprecon.llm.recovery.trained import Held
 
 BETAS = (0.9, 0.95)  # a run has some hundreds of steps: 0.999 would remember the first of them to the end
@@ -56,7 +55,7 @@ class Optimizer(Protocol):
 
 def make_optimizer(kind: str, weights: Sequence[torch.Tensor], weight_decay: float, seed: int) -> Optimizer:
     """`weights`: the model's own parameters, on the device, in the dtype that the model computes in."""
-    if any(isinstance(weight, DTensor) for weight in weights):
+    if any(map(is_in_parts, weights)):
         return InParts(weights, weight_decay)
     if kind == "8bit":
         return EightBit(weights, weight_decay, seed)
@@ -137,11 +136,11 @@ class InParts(Direct):
         return in_parts(value, self.leaves[at]) if value.shape == self.leaves[at].shape else value
 
 
-def _on_first(tensor: torch.Tensor) -> torch.Tensor:
+def _on_first(tensor: Any) -> torch.Tensor:
     """All of it in the first rank's memory; on the others nothing. What is no tensor in parts, as it is."""
-    if not isinstance(tensor, DTensor):
+    if not is_in_parts(tensor):
         return tensor
-    found = whole(tensor)
+    found = tensor.full_tensor()
     return found.cpu() if distributed.get_rank() == 0 else found.new_empty(0, device="cpu")
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.llm.files.kinds import check_language_model, check_unquantised
 from qprecon.llm.model.blocks import check_finite, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
-from qprecon.llm.model.loading import load_causal_lm, model_folder
+from qprecon.llm.model.loading import load_causal_lm, load_config, model_folder
 from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
 from qprecon.llm.recovery.placing import compute_dtype
 from qprecon.llm.recovery.trained import own_part
@@ -56,6 +57,7 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
         raise ValueError("a model given by name is recovered in a copy: say where to write it with out=")
     name, dense_name = str(model), str(dense)
     if named:
+        check_unquantised(str(model), load_config(model), "recover trains weights, and these are codes")
         model, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
         tokenizer = tokenizer or own_tokenizer
     else:
@@ -76,9 +78,8 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
 
 def _in_memory(model: Any, argument: str) -> str:
     """The name of a model that was given as it is, once it is seen to be one."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{argument}: a transformers causal LM or a path, got {type(model).__name__}")
     check_unwrapped(model)
+    check_language_model(model, argument)
     check_in_one_place(model)
     return getattr(model.config, "_name_or_path", "") or type(model).__name__
 

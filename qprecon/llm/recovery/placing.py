@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from qprecon.llm.calibration.capture import replaced_forwards
@@ -78,7 +77,7 @@ def borrowed(model: nn.Module, device: torch.device, trained: Collection[nn.Para
 
 
 def in_parts(
-    model: nn.Module, mesh: DeviceMesh, device: torch.device, trained: Sequence[str], few: torch.Tensor, forget: bool
+    model: nn.Module, mesh: Any, device: torch.device, trained: Sequence[str], few: torch.Tensor, forget: bool
 ) -> tuple[nn.Module, Parts]:
     """A copy of `model` that lies in parts on all ranks, in evaluation mode, and its decoder and head.
 

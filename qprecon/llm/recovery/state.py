@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from qprecon.llm.ranks.group import Ranks
-from qprecon.llm.ranks.sharding import from_part, in_parts, local
+from qprecon.llm.ranks.sharding import from_part, in_parts, is_in_parts, local
 from qprecon.llm.recovery.memory import Fit
 from qprecon.llm.recovery.optimizers import Optimizer
 from qprecon.llm.recovery.step import Look
@@ -70,7 +69,7 @@ def whole_best(course: Course, optimizer: Optimizer, wanted: bool) -> list[torch
         return None
     found = []
     for part, leaf in zip(course.best, optimizer.leaves, strict=True):
-        one = from_part(part, leaf).full_tensor() if isinstance(leaf, DTensor) else part
+        one = from_part(part, leaf) if is_in_parts(leaf) else part
         found.append(one.cpu() if wanted else part.new_empty(0))
     return found
 
@@ -107,7 +106,7 @@ def load_state(journal: Journal | None, optimizer: Optimizer, ranks: Ranks) -> C
     best = content["best"]
     if best is not None:
         leaves = zip(best, optimizer.leaves, strict=True)
-        best = [local(in_parts(one, leaf)).cpu() if isinstance(leaf, DTensor) else one for one, leaf in leaves]
+        best = [local(in_parts(one, leaf)).cpu() if is_in_parts(leaf) else one for one, leaf in leaves]
     return Course(content["step"], content["losses"], looks, best)
 
 

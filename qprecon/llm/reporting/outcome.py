@@ -14,6 +14,8 @@ from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow, PruneReport
 
+_SHORT = 1e-3  # of a layer's weights: what is missing of the sparsity asked for, and is said
+
 
 def outcome(
     rows: Sequence[LayerRow], counted: tuple[int, int], settings: dict[str, Any], log: RunLog, **facts: Any
@@ -63,6 +65,13 @@ def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
     fuller = [row.name for row in rows if row.bits is None and row.reached_sparsity > row.requested_sparsity + 1e-9]
     if fuller and not given:
         notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
+    short = [row for row in rows if row.requested_sparsity - row.reached_sparsity >= _SHORT]
+    if short and not given:
+        worst = max(short, key=lambda row: row.requested_sparsity - row.reached_sparsity)
+        notes.append(
+            f"{len(short)} layers have fewer zeros than were asked, at worst {worst.name}: {worst.requested_sparsity:.2%} asked, "
+            f"{worst.reached_sparsity:.2%} got; counts in a column are rounded down to whole weights"
+        )
     if idle := [row.name for row in rows if row.tokens == 0]:
         notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
     if silent := [row.name for row in rows if row.tokens and row.zeros and row.error_masked == 0]:
@@ -71,7 +80,20 @@ def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
             "every calibration token, or those weights were"
         )
     notes += _too_few_tokens(rows)
+    notes += _missed(rows)
     return notes
+
+
+def _missed(rows: Sequence[LayerRow]) -> list[str]:
+    """Where columns are not certified to the tolerance, those of weights beside adapters included."""
+    late = [row for row in rows if row.uncertified]
+    if not late:
+        return []
+    worst = max(late, key=lambda row: row.uncertified or 0)
+    return [
+        f"{len(late)} of {len(rows)} layers have columns above the tolerance, most of them {worst.name} ({worst.uncertified} of "
+        f"{worst.n_outputs} columns): a larger tol, a larger damping, more iterations (solve_options) or another backend may do"
+    ]
 
 
 def _too_few_tokens(rows: Sequence[LayerRow]) -> list[str]:

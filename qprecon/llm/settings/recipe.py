@@ -225,9 +225,10 @@ class Recipe:
                 raise ValueError(f"{name} needs a damping above 0, e.g. 0.01")
 
     def _check_amount(self) -> None:
-        for each in self.pattern.values() if isinstance(self.pattern, Mapping) else [self.pattern, self.sparsity]:
-            if each is not None:
-                Pattern.parse(each)
+        named = [(f"pattern of {key!r}", value) for key, value in self.pattern.items()] if isinstance(self.pattern, Mapping) else []
+        for name, value in named or [("pattern", self.pattern), ("sparsity", self.sparsity)]:
+            if value is not None:
+                _check_pattern(name, value)
         if self.pattern is None or self.sparsity is None:
             return
         # Other tools' recipes give a sparsity beside 2:4; then the pattern says it all.
@@ -287,3 +288,10 @@ def grid_asked(quantize: str, group_size: int | None, scale_dtype: str = "float3
 
 def _plain_default(name: str) -> Any:
     return {} if name.endswith("_options") else Recipe.__dataclass_fields__[name].default
+
+
+def _check_pattern(name: str, value: Any) -> None:
+    try:
+        Pattern.parse(value).check_some_kept()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

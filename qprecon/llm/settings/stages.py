@@ -111,16 +111,23 @@ def _value(word: str, value: Any) -> Any:
     return value
 
 
+def _pattern(value: Any, word: str) -> Pattern:
+    try:
+        return Pattern.parse(value)
+    except ValueError as error:
+        raise ValueError(f"{word}: {error}") from error
+
+
 def _kept_pattern(value: Any) -> str:
     """Wanda counts the N pruned of M: its 1:4 is 3:4 here."""
-    pattern = Pattern.parse(value)
+    pattern = _pattern(value, "sparsity_type")
     if pattern.kept is None or pattern.of is None:
         raise ValueError(f"sparsity_type is 'unstructured' or N:M as in Wanda's script, got {value!r}")
     return f"{pattern.of - pattern.kept}:{pattern.of}"
 
 
 def _symmetric_pattern(value: Any) -> str:
-    pattern = Pattern.parse(value)
+    pattern = _pattern(value, "mask_structure")
     if pattern.kept is None or pattern.of is None or 2 * pattern.kept != pattern.of:
         raise ValueError(
             f"mask_structure {value!r} does not say whether N is kept or pruned; write pattern: 'N:M' with N kept"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,29 +15,38 @@ from qprecon.llm.statistics.gram import Gram
 class BlockGrams:
     """The Gram matrix of each linear of a block, by name, and the block's outputs if they were asked for.
 
-    output_scales: by what masks multiply a layer's outputs, (K,); see `LossGradients.output_scales`.
+    output_scales: by what masks multiply a layer's outputs, (K,); see `LossGradients.output_scales`. arrive: waits for the sum over
+    several ranks of a layer's matrices, which may still be on its way.
     """
 
     by_name: dict[str, Gram]
     outputs: list[torch.Tensor] | None = None
     output_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    arrive: Callable[[str], None] = lambda name: None
+
+    def gram(self, view: LinearView) -> Gram | None:
+        """What was summed for a layer, complete; None for an expert that no token reached."""
+        if view.name in self.by_name:
+            self.arrive(view.name)
+        return self.by_name.get(view.name)
 
     def hessian(self, view: LinearView) -> torch.Tensor:
         """H (N, N), float32; zero for an expert that no token reached."""
-        if view.name in self.by_name:
-            return self.by_name[view.name].hessian_NN
+        if (gram := self.gram(view)) is not None:
+            return gram.hessian_NN
         return torch.zeros(view.n_inputs, view.n_inputs, dtype=torch.float32, device=view.parameter.device)
 
     def drift(self, view: LinearView) -> torch.Tensor | None:
         """D (N, N), float32, see `Gram`, for as many tokens as H has; None where there is none."""
-        gram = self.by_name.get(view.name)
+        gram = self.gram(view)
         if gram is None or gram.drift_NN is None:
             return None
         return gram.drift_NN if gram.drift_tokens == gram.tokens else gram.drift_NN * (gram.tokens / gram.drift_tokens)
 
     def residual(self, view: LinearView) -> torch.Tensor | None:
         """Σ s_t x_t (r'_t − r_t)ᵀ (N, K), float32, see `Gram`; None where it was not asked for."""
-        return self.by_name[view.name].residual_NK if view.name in self.by_name else None
+        gram = self.gram(view)
+        return None if gram is None else gram.residual_NK
 
     def held(self, view: LinearView) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Rows of what was held out of the drift, see `Gram`."""
@@ -45,7 +54,7 @@ class BlockGrams:
 
     def forget_targets(self, view: LinearView) -> None:
         """Free what only the target needs: a drift is as large as H."""
-        if (gram := self.by_name.get(view.name)) is not None:
+        if (gram := self.gram(view)) is not None:
             gram.drift_NN, gram.residual_NK, gram.held = None, None, []
 
     def tokens(self, view: LinearView) -> int:

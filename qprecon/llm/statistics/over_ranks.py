@@ -25,7 +25,9 @@ def summed_grams(
     """The matrices of `views` over all windows. collect: those of this rank's windows in a round, None where it has none.
 
     With a fixed order each portion of the windows is a sum of its own, and these are added one after the other, on all ranks alike.
-    ValueError, naming a layer, where a sum exceeds what float32 can hold.
+    Otherwise the sums over the ranks have begun, layer by layer, and are waited for where one is first used (`BlockGrams.arrive`),
+    so that the first layers are pruned while the matrices of later ones are on their way. ValueError, naming a layer, where a sum
+    exceeds what float32 can hold.
     """
     total = _Total(ranks, device)
     outputs: list[torch.Tensor] = []
@@ -33,8 +35,25 @@ def summed_grams(
         part = collect(number)
         total.add([view.name for view in views], {} if part is None else part.by_name)
         outputs += (part.outputs or []) if part is not None else []
-    _check_finite(total.grams)
-    return BlockGrams(total.grams, outputs or None)
+    arriving = {name: _Arriving(total.waits.get(id(gram)), gram, name) for name, gram in total.grams.items()}
+    return BlockGrams(total.grams, outputs or None, arrive=lambda name: arriving[name].wait())
+
+
+@dataclass
+class _Arriving:
+    """The matrices of a layer, once `begun` is done."""
+
+    begun: Callable[[], None] | None
+    gram: Gram
+    name: str
+    there: bool = False
+
+    def wait(self) -> None:
+        if not self.there:
+            self.there = True
+            if self.begun is not None:
+                self.begun()
+            _check_finite(self.gram, self.name)
 
 
 @dataclass(frozen=True)
@@ -63,9 +82,10 @@ class _Total:
     ranks: Ranks
     device: torch.device
     grams: dict[str, Gram] = field(default_factory=dict)
+    waits: dict[int, Callable[[], None]] = field(default_factory=dict)  # by the identity of a matrix
 
     def add(self, names: Sequence[str], own: Mapping[str, Gram]) -> None:
-        """Add the matrices that every rank has of a round. The ranks meet once; then their tensors are summed."""
+        """Add the matrices that every rank has of a round. The ranks meet once; then the sums of their tensors begin."""
         numbers: dict[int, int] = {}
         own_numbers = {name: numbers.setdefault(id(gram), len(numbers)) for name, gram in own.items()}
         matrices = [_Seen.of(gram) for gram in {id(gram): gram for gram in own.values()}.values()]
@@ -88,7 +108,7 @@ class _Total:
             for each in sums:
                 each.in_order()
         else:
-            self.ranks.sum_([tensor for each in sums for tensor in each.tensors()])
+            self.waits |= {id(each.total): self.ranks.begin_sum_(each.tensors()) for each in sums}
         for each in sums:
             each.held()
 
@@ -157,10 +177,9 @@ class _Sum:
         self.total.held = rows
 
 
-def _check_finite(grams: Mapping[str, Gram]) -> None:
+def _check_finite(gram: Gram, name: str) -> None:
     """Each rank has looked at its own sums, so that what is not finite here comes of adding them."""
-    if grams and not bool(torch.stack([gram.hessian_NN.diagonal().isfinite().all() for gram in grams.values()]).all()):
-        name = next(name for name, gram in grams.items() if not bool(gram.hessian_NN.diagonal().isfinite().all()))
+    if not bool(gram.hessian_NN.diagonal().isfinite().all()):
         raise ValueError(f"{name}: the sum of its squared inputs exceeds what float32 can hold")
 
 

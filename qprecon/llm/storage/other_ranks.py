@@ -46,6 +46,8 @@ class FollowedJournal(Journal):
 class FollowedBlocks(DiskBlocks):
     """As `DiskBlocks`, reading only."""
 
+    writes = False
+
     def _begin(self) -> None:
         """Nothing is checked, and nothing copied: the first rank does."""
 

@@ -5,6 +5,7 @@ Unstructured sparsity in a dense file neither shrinks nor speeds it up, and the 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import torch
 from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError
 from qprecon.files import read_json, temporary, writing
+from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.card import model_card
@@ -51,8 +53,8 @@ def check_output(out: str | Path) -> Path:
     above = next(parent for parent in (*out.parents, out) if parent.exists())
     if not above.is_dir():
         raise FileExistsError(f"output {out} would lie in {above}, which is a file")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise PermissionError(f"output {out}: nothing can be written in {above}")
+    check_utf8_name(out, "output")
+    _check_takes_folders(out, above)
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"output {out} is a file, not a folder")
     if os.path.ismount(out):
@@ -68,6 +70,18 @@ def check_output(out: str | Path) -> Path:
             f"output folder {out} holds {names}, which no run of qprecon wrote; choose another folder or move {those}"
         )
     return out
+
+
+def _check_takes_folders(out: Path, above: Path) -> None:
+    """PermissionError where no folder can be made in `above`. The rights do not tell: /proc says yes to root."""
+    try:
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        os.rmdir(tempfile.mkdtemp(prefix=".qprecon-", dir=above))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # told with its file, once there is one
+            return
+        raise PermissionError(f"output {out}: nothing can be written in {above} ({os.strerror(error.errno or 0)})") from error
 
 
 def check_apart(model: Any, out: str | Path) -> None:

@@ -37,6 +37,8 @@ class DiskBlocks:
     again. `compute`: what 16-bit floats are computed in, if not as they are; they are written as they were.
     """
 
+    writes = True
+
     def __init__(
         self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog,
         compute: torch.dtype | None = None,
@@ -237,20 +239,22 @@ class DiskBlocks:
         names, pinned = self._names(index), self.device.type == "cuda"
         done = [name for name in names if self.stored[name] in written.names]  # not what another block holds, which shares it
         with own_stream(self.read_stream):
-            tensors = self._read(self.shards, [name for name in names if name not in done], self.device, pinned)
+            missing = [name for name in names if name not in done]
+            tensors = self._read(self.shards, missing, self.device, pinned, summed=not dense)  # what is dense is not written
             return tensors | self._read(written, done, self.device, pinned)
 
     def _read(
-        self, shards: Shards | Finished, names: Iterable[str], device: torch.device, pinned: bool = False, compute: bool = True
-    ) -> dict[str, torch.Tensor]:
+        self, shards: Shards | Finished, names: Iterable[str], device: torch.device, pinned: bool = False, compute: bool = True,
+        summed: bool = False,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Tensors by their names in the model, in its dtypes; copies, as those of safetensors may lie in the file.
 
         `pinned`: through pinned memory, which the allocator keeps for the next block; kernels of other threads do not wait then.
-        `compute`: in the dtypes that are computed in.
+        `compute`: in the dtypes that are computed in. `summed`: with checksums of the model's own, which take as long as reading.
         """
         names = list(names)
         tensors = shards.read({self.stored[name] for name in names})
-        self.sums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()} if shards is self.shards else {}
+        self.sums |= {name: tensor_checksum(tensor) for name, tensor in tensors.items()} if summed and self.writes else {}
         if pinned:
             tensors = {key: tensor.pin_memory().to(device, non_blocking=True) for key, tensor in tensors.items()}
         dtypes = {key: widened(self.dtypes[key], self.compute if compute else None) for key in tensors}
@@ -258,7 +262,7 @@ class DiskBlocks:
         return {name: moved[self.stored[name]] for name in names}
 
     def _copy(self, index: int | None) -> None:
-        tensors = self._read(self.shards, self._names(index), torch.device("cpu"), compute=False)
+        tensors = self._read(self.shards, self._names(index), torch.device("cpu"), compute=False, summed=True)
         check_finite((name, tensor) for name, tensor in tensors.items() if self.stored[name] in self.parameters)
         self._write(index, tensors, (), None, {})
 
@@ -271,7 +275,7 @@ class DiskBlocks:
         with own_stream(self.write_stream, after=event):
             counted = [tensor for name, tensor in own.items() if name in self.parameters]
             nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
-            sums = {name: self.sums[name] for name in own}
+            sums = {name: self._sum(name) for name in own}
             low = {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()}
             own = packed_tensors({name: tensor.to(self.dtypes[name]) for name, tensor in own.items()}, low)
             own, masks = fetched(own), fetched(masks)
@@ -280,6 +284,11 @@ class DiskBlocks:
         facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "low_bit": low_bit_facts(low)}
         facts["source"], key = sums, _OUTSIDE if index is None else block_key(index)
         self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts, masks)
+
+    def _sum(self, name: str) -> int:
+        """The checksum of one of the model's tensors; of a block that was only opened dense, it is read again for that."""
+        known = self.sums.get(name)
+        return tensor_checksum(self.shards.read([name])[name]) if known is None else known
 
     def _copy_left_over(self) -> None:
         tensors = self.shards.read(self.left_over)

@@ -141,3 +141,20 @@ def test_nothing_is_waited_for_without_a_network(tmp_path, datasets, monkeypatch
     started = time.monotonic()
     assert load_texts(tmp_path / "a.csv") == ["words"]
     assert time.monotonic() - started < 10
+
+
+def test_a_folder_is_no_text(tmp_path):
+    """`datasets` would take each line of a text for a document, and the files of a model for rows."""
+    for name, content in (("a.txt", "some text\nin two lines"), ("config.json", "{}"), ("merges.txt", "a b")):
+        (tmp_path / name).write_text(content)
+    for source in (tmp_path, str(tmp_path)):
+        with pytest.raises(IsADirectoryError, match=f"{tmp_path}.*--calib"):
+            load_texts(source)
+    with pytest.raises(IsADirectoryError, match="folder"):
+        load_texts(tmp_path.parent / tmp_path.name / ".")
+
+
+def test_a_folder_of_rows_is_a_data_set(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "train.jsonl").write_text(LINES)
+    assert load_texts(tmp_path) == TEXTS

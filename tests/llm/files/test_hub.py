@@ -133,6 +133,7 @@ def test_a_folder_of_texts_is_no_name(monkeypatch, tmp_path):
         return types.SimpleNamespace(take=lambda count: [{"text": "words"}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    (tmp_path / "train.parquet").touch()
     assert load_texts(tmp_path) == ["words"] and asked == [str(tmp_path)]
 
 

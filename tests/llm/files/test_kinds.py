@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers as tf
 
 from qprecon.cli import main
-from qprecon.llm import prune_model
+from qprecon.llm import prune_model, recover
 from qprecon.llm.model.loading import load_causal_lm, load_config
 from tests.llm.families import VOCAB, tokens
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
@@ -174,3 +175,39 @@ def test_a_text_is_looked_at_before_the_weights_are_read(tmp_path, capsys, monke
     # a mistyped model is that, whatever the text is
     assert main(["prune", "./typo-model", str(tmp_path / "out")]) == 2
     assert "no such model folder: ./typo-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [(t5, "T5ForConditionalGeneration"), (whisper, "WhisperForConditionalGeneration"), (vit, "ViTModel"),
+     (lambda: torch.nn.Linear(3, 4), "Linear"), (lambda: "a model"[:0] or 7, "int")],
+)  # fmt: skip
+def test_models_in_memory_that_are_no_causal_language_models(make, named):
+    with pytest.raises((ValueError, TypeError), match=f"model: .*{named}"):
+        prune_model(make(), tokens(2), progress=False)
+    for pair in ((make(), toy_llama()), (toy_llama(), make())):
+        with pytest.raises((ValueError, TypeError), match=f"model: .*{named}"):
+            recover(*pair, tokens(2), progress=False)
+
+
+@pytest.fixture
+def latin(monkeypatch):
+    """A locale that is no UTF-8 one: a file's name is then other characters than its UTF-8 text."""
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+
+
+def test_a_name_that_the_tokenizers_library_cannot_open(tmp_path, latin):
+    folder = tmp_path / "Gr\u00f6\u00dfe"
+    toy_llama().save_pretrained(folder)
+    with pytest.raises(ValueError, match="model .*iso8859-1.*PYTHONUTF8=1") as refusal:
+        prune_model(folder, tokens(2), out=tmp_path / "out", progress=False)
+    assert str(refusal.value).isascii()  # else it could not be printed there
+    with pytest.raises(ValueError, match="output .*PYTHONUTF8=1"):
+        prune_model(toy_llama(), tokens(2), out=tmp_path / "\u00fc", progress=False)
+
+
+def test_names_of_bytes_that_are_no_text(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path / "model-") + b"\xff")
+    with pytest.raises(ValueError, match="output .*rename it"):
+        prune_model(toy_llama(), tokens(2), out=folder, progress=False)

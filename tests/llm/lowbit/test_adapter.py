@@ -156,6 +156,8 @@ def test_what_is_refused():
         ("llama", {"update": "own", "mask": "sparsegpt"}, "update"),
         ("llama", {"propagate": "dense"}, "propagate"),
         ("gpt2", {}, r"h\.0\."),
+        ("llama", {"adapter_rank": 33}, r"q_proj has 32 inputs and 32 outputs"),
+        ("llama", {"adapter_rank": 20}, r"k_proj has 32 inputs and 16 outputs"),
     ):
         with pytest.raises(ValueError, match=f"adapter_rank.*{word}"):
             prune_model(build(family), tokens(6), **(SETTINGS | settings))
@@ -168,3 +170,15 @@ def test_what_is_refused():
 def test_nothing_missing_gives_nothing():
     found = low_rank(torch.eye(8, dtype=torch.float64), torch.zeros(8, 4), 16, torch.bfloat16)
     assert found.left_NR.shape == (8, 4) and not found.product_NK.any() and np.isfinite(found.product_NK.numpy()).all()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_columns_above_the_tolerance_are_said(rank):
+    settings = SETTINGS | {"adapter_rank": rank, "backend": "admm", "solve_options": {"max_iterations": 2}}
+    report = prune_model(build("llama"), tokens(6), **settings)
+    late = [row for row in report.layers if row.uncertified]
+    (note,) = [note for note in report.warnings if "above the tolerance" in note]
+    worst = max(late, key=lambda row: row.uncertified)
+    assert f"{len(late)} of {len(report.layers)} layers" in note and f"{worst.name} ({worst.uncertified} of" in note
+    assert note in report.summary()
+    assert not any("above the tolerance" in note for note in prune_model(build("llama"), tokens(6), **SETTINGS).warnings)

@@ -8,7 +8,8 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from qprecon.llm import prune_model
+from qprecon.llm import prune_model, recover
+from qprecon.llm.masks.given import load_masks
 from qprecon.llm.reporting.report import PruneReport
 from tests.llm.families import build, tokens
 
@@ -246,3 +247,54 @@ def test_fused_experts_are_packed_one_by_one(family, quantize, group_size, tmp_p
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         held = [name for name in file.keys() if "experts" in name]
     assert held and not any(name.endswith(".weight") for name in held)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A dense model's folder, and folders of it pruned to 2:4 and in few bits."""
+    folder = tmp_path_factory.mktemp("folders")
+    build("llama").save_pretrained(folder / "dense")
+    for quantize, group_size in (("int4", 16), ("int8", None), ("fp8", None)):
+        prune_model(
+            folder / "dense", tokens(6), out=folder / quantize, quantize=quantize, group_size=group_size, pattern="2:4",
+            save_masks=True, progress=False,
+        )  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+def test_the_zeros_of_codes_are_masks(folders, quantize):
+    """Kept is what is not zero: of the masks that were saved all but the kept weights that the grid made zero."""
+    read, saved = load_masks(folders / quantize), load_masks(folders / quantize / "masks.npz")
+    assert {name for name in read if ".layers." in name} == set(saved)
+    for name, mask in saved.items():
+        assert not (read[name] & ~mask).any() and read[name].sum() > 0.8 * mask.sum()
+    report = prune_model(build("llama"), tokens(6), mask="given", mask_options={"masks": folders / quantize}, progress=False)
+    assert report.sparsity >= 0.5
+
+
+def test_codes_are_neither_pruned_nor_trained(folders, capfd):
+    first = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(ValueError, match=rf"int4 is quantised \(compressed-tensors, pack-quantized\).*{first}"):
+        prune_model(folders / "int4", tokens(6), out=folders / "out", progress=False)
+    with pytest.raises(ValueError, match="fp8 is quantised .*q_proj.weight_scale"):
+        prune_model(folders / "fp8", tokens(6), out=folders / "out", progress=False)
+    with pytest.raises(ValueError, match="int8 is quantised .*recover"):
+        recover(folders / "int8", folders / "dense", tokens(6), out=folders / "out", progress=False)
+    assert "Compressing" not in capfd.readouterr().err and not (folders / "out").exists()
+
+
+def test_codes_of_other_tools_and_damaged_ones_are_named(folders, tmp_path):
+    import shutil
+
+    shutil.copytree(folders / "int4", tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    for change, said in (({"quant_method": "gptq"}, "gptq"), ({"config_groups": 7}, "config.json")):
+        changed = config | {"quantization_config": config["quantization_config"] | change}
+        (tmp_path / "own" / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=said):
+            load_masks(tmp_path / "own")
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["re:.*nothing"]
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="codes of model.layers.0.*no group"):
+        load_masks(tmp_path / "own")

@@ -494,3 +494,13 @@ def test_a_pattern_is_stated_of_given_masks_only_where_they_hold_it(arguments, s
     )  # fmt: skip
     assert report.settings["pattern"] == stated
     assert f"- Pattern: {stated}; masks: given;" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_counts_that_are_rounded_down_are_said():
+    common = {"update": "none", "progress": False}
+    report = prune_model(build("llama"), tokens(2), pattern="33%", **common)
+    (note,) = [note for note in report.warnings if "fewer zeros" in note]
+    worst = min(report.layers, key=lambda row: row.reached_sparsity)
+    assert worst.name in note and "33.00% asked" in note and f"{worst.reached_sparsity:.2%} got" in note
+    for pattern in ("50%", "2:4"):
+        assert not any("fewer zeros" in note for note in prune_model(build("llama"), tokens(2), pattern=pattern, **common).warnings)

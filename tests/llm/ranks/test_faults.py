@@ -96,7 +96,7 @@ def test_a_fault_in_a_solve(fault, tmp_path):
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize(("name", "fault"), [("sum_", hangs), ("send_", dies)])
+@pytest.mark.parametrize(("name", "fault"), [("begin_sum_", hangs), ("send_", dies)])
 def test_a_fault_in_a_collective(name, fault, tmp_path):
     """After the meeting, so that the others are in it."""
     folder, began = saved(tmp_path / "dense"), time.monotonic()

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.pruning import over_ranks
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics import collect
 from tests.llm.families import build, tokens
 from tests.llm.ranks.processes import needs_forks, run
@@ -109,6 +110,36 @@ def test_windows_that_go_through_blocks_together(settings, monkeypatch):
     found, reported = run(2, in_memory, "llama", windows, settings)[1]
     check_alike(found, expected)
     check_rows(reported, report)
+
+
+def watched(rank, windows):
+    """In which order sums are begun, waited for and used."""
+    seen, begin, prune = [], Ranks.begin_sum_, over_ranks.prune_parts
+
+    def begun(self, tensors):
+        number = sum(what == "begun" for what, _ in seen)
+        seen.append(("begun", number))
+        wait = begin(self, tensors)
+        return lambda: (seen.append(("waited", number)), wait())
+
+    def pruned(parts, grams, *arguments):
+        seen.append(("pruned", len(seen)))
+        return prune(parts, grams, *arguments)
+
+    Ranks.begin_sum_, over_ranks.prune_parts = begun, pruned
+    return in_memory(rank, "llama", windows, {})[0], seen
+
+
+def test_sums_are_waited_for_where_they_are_used():
+    """Layers are pruned while the matrices of later ones are on their way; each is waited for once at the most."""
+    expected, _ = in_memory(0, "llama", tokens(4), {})
+    for found, seen in run(2, watched, tokens(4)):
+        check_alike(found, expected)
+        whats = [what for what, _ in seen]
+        assert whats[:5] == ["begun"] * 4 + ["pruned"]  # q, k and v; o; gate and up; down
+        waited = [number for what, number in seen if what == "waited"]
+        assert len(waited) == len(set(waited)) and "waited" in whats[whats.index("pruned") :]
+        assert len(waited) < whats.count("begun")  # what another rank prunes is not waited for
 
 
 def test_whichever_ranks_see_layers_part_ways(monkeypatch):

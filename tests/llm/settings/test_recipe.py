@@ -339,3 +339,19 @@ def test_yaml_that_is_made_to_break_its_reader(tmp_path, text, said):
 def test_aliases_are_taken(tmp_path):
     (tmp_path / "recipe.yaml").write_text("targets: &mlp ['re:.*mlp.*']\nignore: *mlp")
     assert load_recipe(tmp_path / "recipe.yaml")["ignore"] == ["re:.*mlp.*"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"pattern": 10**400}, "pattern"), ({"sparsity": "1e999999999"}, "sparsity"), ({"sparsity": 1}, "sparsity"),
+        ({"pattern": "0:4"}, "pattern"), ({"pattern": {"*": 0.5, "threshold": 7}}, "'threshold'"),
+        ({"pattern": {"*": "100%"}}, "'*'"), ({"mask_structure": 10**400}, "mask_structure"),
+        ({"sparsity_type": "x"}, "sparsity_type"),
+        ({"ignore": 10**400, "skip_attention": True}, "ignore"), ({"ignore": 1}, "ignore"), ({"targets": True}, "targets"),
+    ],
+)  # fmt: skip
+def test_what_is_no_pattern_is_named_by_its_word(words, named):
+    with pytest.raises(ValueError, match="recipe: ") as refusal:
+        checked(words)
+    assert named in str(refusal.value)

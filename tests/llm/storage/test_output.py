@@ -1,6 +1,7 @@
 """The output folder: complete or absent, and never over something else."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -271,3 +272,18 @@ def test_a_layer_without_weights_is_a_warning(tmp_path):
     masks["model.layers.0.mlp.up_proj"].zero_()
     report = prune(model, tmp_path / "out", mask="given", mask_options={"masks": masks, "orientation": "KN"})
     assert any("no weight left" in warning for warning in report.warnings)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a place where root may not write either")
+@pytest.mark.parametrize("out", ["/proc/x", "/proc/self/x/y", "/proc"])
+def test_places_where_nobody_can_write(out):
+    began, calls = build("llama"), []
+    began.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(OSError, match=f"output.*{out.split('self')[0].rstrip('x/')}"):
+        prune(began, out)
+    assert not calls
+
+
+def test_looking_whether_a_place_can_be_written_leaves_nothing(tmp_path):
+    output.check_output(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
