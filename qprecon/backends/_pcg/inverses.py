@@ -39,7 +39,7 @@ def inverses(half_KP: torch.Tensor, place_rr: torch.Tensor) -> torch.Tensor:
     out_Krr = half_KP.new_empty(k, rank, rank)
     if k:
         with torch.cuda.device(half_KP.device):
-            _inverse[(k,)](half_KP, place_rr, out_Krr, half_KP.shape[1], rank, num_warps=8 if rank > 64 else 4)
+            _inverse[(k,)](half_KP, place_rr, out_Krr, half_KP.shape[1], rank, num_warps=16 if rank > 64 else 4)
     return out_Krr
 
 
