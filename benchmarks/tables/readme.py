@@ -295,6 +295,42 @@ def repeated() -> str:
     return table(["problem", "how", "all five", "largest gap", "certified"], body) + "\n\n" + note
 
 
+PARTS = {
+    "factor": ("factor",),
+    "sketch, split": ("sketch", "split H", "scale H"),
+    "K_j": ("pairs", "inverses", "K_j, the rest"),
+    "iterations": ("iterations",),
+    "audits' products": ("audit, product",),
+    "triangular": ("audit, triangular",),
+    "audits' vectors": ("audit, vectors", "start's audit, vectors", "start", "better than the start"),
+}
+
+
+def layer_parts() -> str:
+    """Milliseconds by part before and after, of two versions of the code in one run."""
+    both = load("layer_phases_before_after")
+    pairs = list(zip(*(both[when]["layers"] for when in ("before", "after")), strict=True))
+
+    def change(values: tuple[float, ...], digits: int) -> str:
+        return " → ".join(f"{value:.{digits}f}" for value in values)
+
+    def sums(rows: tuple[dict[str, Any], ...], names: tuple[str, ...]) -> str:
+        return change(tuple(1e3 * sum(row["parts"].get(name, 0.0) for name in names) for row in rows), 1)
+
+    body = [
+        [
+            rows[0]["problem"], change(tuple(1e3 * row["seconds"] for row in rows), 1),
+            change(tuple(row["iterations"] for row in rows), 0), change(tuple(row["launches"] for row in rows), 0),
+            change(tuple(1e3 * row["busy_seconds"] for row in rows), 1), *(sums(rows, names) for names in PARTS.values()),
+        ]
+        for rows in pairs
+    ]  # fmt: skip
+    about = both["after"]["about"]
+    head = ["layer", "whole call", "iterations", "launches", "GPU busy", *PARTS]
+    note = f"Milliseconds before → after; parts with the device waited for at their ends. {about['gpu']}, {about['date']}."
+    return table(head, body) + "\n\n" + note
+
+
 def few_tokens() -> str:
     """pcg with and without being told the number of samples."""
     rows = load("few_tokens")
@@ -365,6 +401,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "models": models,
         "phases": phases,
         "layers": layers,
+        "parts": layer_parts,
         "real": real_layers,
         "masks": selection,
         "repeated": repeated,
