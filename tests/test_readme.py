@@ -22,6 +22,11 @@ def test_the_tables_of_low_bit_weights_are_those_of_the_results():
     assert subprocess.run([sys.executable, ROOT / "benchmarks" / "tables" / "grid.py", "--check"]).returncode == 0
 
 
+def test_the_tables_of_several_gpus_are_those_of_the_results():
+    """`python benchmarks/tables/scaling.py` rewrites them."""
+    assert subprocess.run([sys.executable, ROOT / "benchmarks" / "tables" / "scaling.py", "--check"]).returncode == 0
+
+
 def test_the_check_sees_a_changed_number(tmp_path):
     """A README with another number in a table fails."""
     (tmp_path / "benchmarks" / "tables").mkdir(parents=True)

@@ -39,7 +39,7 @@ class Case:
 
     def settings(self) -> dict[str, Any]:
         """Keywords of `prune_model`."""
-        settings: dict[str, Any] = {"pattern": self.pattern} | ({} if self.preset == "fast" else {"preset": self.preset})
+        settings: dict[str, Any] = {"pattern": self.pattern, "preset": self.preset}
         for name in self.ingredients:
             if name in INGREDIENTS:
                 settings |= INGREDIENTS[name]

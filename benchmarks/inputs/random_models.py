@@ -36,7 +36,17 @@ def _gemma2_2b():
     )  # fmt: skip
 
 
+def _qwen25_05b():
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
 SHAPES = {
+    "qwen2.5-0.5b": _qwen25_05b,
     "llama-3.1-70b": lambda: _llama(8192, 28672, 80, 64, 128, False, 8.0),
     "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32, 128, False, 8.0),
     "llama-3.2-3b": lambda: _llama(3072, 8192, 28, 24, 128, True, 32.0),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from qprecon.arrays import sweep
-from qprecon.grids.formats import find_grid, fit_scales
+from qprecon.grids.formats import find_grid
+from qprecon.grids.scales import fit_scales
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
 from qprecon.llm.masks.sweep import inverse_factor, starting_weights

@@ -1,12 +1,14 @@
 """All backends on named problems at named settings, certified by the same audit.
 
     python benchmarks/layers/backends.py --device cpu|cuda     measure what the results file lacks
+    python benchmarks/layers/backends.py --device cpu --processor --limit 3     the small problems in seconds of one processor
     python benchmarks/layers/backends.py --report              table and figure from the results (needs matplotlib)
     python benchmarks/layers/backends.py --check-auto          fail where "auto" takes 1.5 times as long as the fastest certified
 
 Resumable: a case that results/backends_<cpu|gpu>.json has is not run again. Seconds are medians of warm runs, the backends of one
 problem and setting taking turns, compilation apart (the first run's). A case that the time limit stops is recorded as such, and
-so are the larger problems of its kind, unrun.
+so are the larger problems of its kind, unrun. With --processor seconds are those that a processor worked for this process, which
+other processes disturb less; then BLAS must have one thread (OMP_NUM_THREADS=1).
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ from benchmarks.inputs.problems import Synthetic, from_file, from_fixture
 from qprecon.contract import registry
 
 HERE = pathlib.Path(__file__).parents[1]
-FILES = {"cpu": HERE / "results" / "backends_cpu.json", "cuda": HERE / "results" / "backends_gpu.json"}
+RESULTS = HERE / "results"
+FILES = {"cpu": RESULTS / "backends_cpu.json", "cuda": RESULTS / "backends_gpu.json"}
+PROCESSOR = RESULTS / "backends_processor.json"
 FIXTURES = HERE.parent / "tests" / "fixtures" / "real"
 DAMPING = 0.01
 AUTO_FACTOR = 1.5
+_BUSY = 6.0  # times as long, on the wall, as the processor works for a process where others want it too
 _REST = {"cpu": 0.1, "cuda": 0.0}  # seconds before a timed run: where processors are metered, the next one pays for a burst
 ORDER = ("auto", *(record.name for record in registry.BUILT_IN))
 
@@ -55,12 +60,19 @@ SETTINGS: dict[str, tuple[float, dict[str, dict[str, Any]]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A named problem: ``series`` groups those whose cost grows in the order given; ``bounded`` adds −c ≤ ŵ ≤ c."""
+    """A named problem: ``series`` groups those whose cost grows in the order given; ``bounded`` adds −c ≤ ŵ ≤ c, ``rhs`` asks for
+    the outputs of other weights than W."""
 
     name: str
     series: str
     source: Any  # Synthetic, or a fixture's path
     bounded: bool = False
+    rhs: bool = False
+
+    def also(self, *, bounded: bool = False, rhs: bool = False) -> Case:
+        """The same with bounds, or an explicit right-hand side, or both."""
+        said = " and ".join(["rhs"] * rhs + ["bounds"] * bounded)
+        return Case(f"{self.name}, {said}", f"{self.series}, {said}", self.source, bounded, rhs)
 
     def arguments(self, device: str) -> dict[str, Any]:
         """H, W, mask and bounds: numpy on the CPU, torch on CUDA."""
@@ -77,11 +89,26 @@ class Case:
         if self.bounded:  # tight enough to be active at some weights of every column
             limit = 2.0 * float(abs(found["W"]).mean())
             found |= {"lower": -limit, "upper": limit}
+        if self.rhs:  # the outputs of weights a fifth of W's size away from W
+            found["rhs"] = found["H"] @ (found["W"] + 0.2 * _noise(found["W"]))
         return found
 
 
-def cases(device: str) -> list[Case]:
-    """The problems: layers of K = N on a GPU, of 256 outputs on a CPU; real layers; and bounds."""
+def _noise(weights_NK: Any) -> Any:
+    """Normal, of the weights' size, the same on every device."""
+    noise_NK = np.random.default_rng(1).standard_normal(tuple(weights_NK.shape)).astype(np.float32)
+    if not isinstance(weights_NK, np.ndarray):
+        import torch
+
+        noise_NK = torch.as_tensor(noise_NK, device=weights_NK.device)
+    return noise_NK * float(weights_NK.std())
+
+
+def cases(device: str, processor: bool = False) -> list[Case]:
+    """The problems: layers of K = N on a GPU, of 256 outputs on a CPU; real layers; and these with bounds, rhs and both.
+
+    processor: the small ones of each kind.
+    """
     sizes = (256, 512, 1024, 2048, 4096)
     wide = lambda n: n if device == "cuda" else 256  # noqa: E731
     named = lambda n, power, kind, share: Synthetic(f"{n}x{wide(n)} {kind}", n, wide(n), power, share)  # noqa: E731
@@ -89,8 +116,10 @@ def cases(device: str) -> list[Case]:
     hard = [Case(spec.name, "hard", spec) for spec in (named(n, 1.5, "hard 60%", 0.6) for n in (1024,))]
     small = [Case(spec.name, "small", spec) for spec in (Synthetic("128x128 easy 50%", 128, 128, 1.0, 0.5),)]
     real = [Case(path.stem, path.stem, path) for path in sorted(FIXTURES.glob("*.npz"))]
-    bounds = [Case(f"{case.name}, bounds", "bounds", case.source, True) for case in (small[0], easy[0], easy[1])]
-    return [*small, *easy, *hard, *real, *bounds]
+    few = [small[0], *easy[:2], *(case for case in real if case.name in ("smollm2_0_o_proj", "gemma3_8_gate_proj"))]
+    kinds = ({"bounded": True}, {"rhs": True}, {"rhs": True, "bounded": True})
+    more = [case.also(**kind) for kind in kinds for case in few]
+    return [*few, *more] if processor else [*small, *easy, *hard, *real, *more]
 
 
 class Results:
@@ -123,8 +152,11 @@ class Results:
 class Run:
     """One backend on one problem at one setting: a first run under the time limit, then warm ones."""
 
-    def __init__(self, arguments: dict[str, Any], backend: str, setting: str, limit: float, device: str) -> None:
-        self.device = device
+    def __init__(
+        self, arguments: dict[str, Any], backend: str, setting: str, limit: float, device: str, processor: bool = False
+    ) -> None:
+        self.device, self.clock = device, time.process_time if processor else time.perf_counter
+        self.most = (3, 10, 0.3) if processor else (5, 25, 1.0)
         tol, options = SETTINGS[setting]
         self.arguments = {**arguments, "backend": backend, "damping": DAMPING, "tol": tol, **options.get(backend, {})}
         self.limit, self.seconds, self.note = limit, [], None
@@ -138,7 +170,7 @@ class Run:
             self._first(limit)  # perhaps stopped by what a process does once: loading kernels, compiling for later rounds' widths
 
     def _first(self, limit: float) -> None:
-        first, self.solution = self._timed(time_limit=limit)
+        first, self.solution = self._timed(time_limit=limit * (_BUSY if self.clock is time.process_time else 1.0))
         self._first_seconds = first - self.solution.timing.compile
         self.compile += self.solution.timing.compile
 
@@ -146,10 +178,10 @@ class Run:
         torch = sys.modules.get("torch")
         wait = torch.cuda.synchronize if torch is not None and torch.cuda.is_available() else lambda: None
         wait()
-        began = time.perf_counter()
+        began = self.clock()
         solution = qprecon.solve(**self.arguments, **more)
         wait()
-        return time.perf_counter() - began, solution
+        return self.clock() - began, solution
 
     @property
     def stopped(self) -> bool:
@@ -158,9 +190,9 @@ class Run:
 
     @property
     def wants_more(self) -> bool:
-        """Five warm runs, more of short ones, which schedulers disturb most, and fewer of long ones."""
-        warm = sum(self.seconds)
-        more = len(self.seconds) < 5 or (len(self.seconds) < 25 and warm < 1.0)
+        """Some warm runs, more of short ones, which schedulers disturb most, and fewer of long ones."""
+        (few, many, short), warm = self.most, sum(self.seconds)
+        more = len(self.seconds) < few or (len(self.seconds) < many and warm < short)
         return not self.stopped and (not self.seconds or (more and self._first_seconds + warm < 0.5 * self.limit))
 
     def again(self) -> None:
@@ -188,17 +220,23 @@ class Run:
             "ran": solution.provenance.backend,
             "dtype": solution.provenance.dtype,
             "note": "stopped by the time limit" if self.stopped else None,
+            "limit": self.limit,
         }
 
 
-def measure(case: Case, setting: str, backends: list[str], results: Results, device: str, limit: float) -> None:
+def measure(
+    case: Case, setting: str, backends: list[str], results: Results, device: str, limit: float, processor: bool = False
+) -> None:
     """The cases that are missing of one problem and setting, the backends taking turns."""
     missing = [name for name in backends if not results.has(case.name, name, setting)]
     if not missing:
         return
     arguments = case.arguments(device)
     n, k = arguments["W"].shape
-    about = {"problem": case.name, "n": n, "k": k, "kappa": condition(case, device), "setting": setting, **environment(device)}
+    about = {"problem": case.name, "n": n, "k": k, "kappa": condition(case, device), "setting": setting}
+    about |= environment(device) | {"limit": limit}
+    if processor:
+        about["device"] += ", seconds of the processor"
     about["load_average"] = round(os.getloadavg()[0], 1)  # before the case: on a busy machine times say little
     runs: dict[str, Run] = {}
     for name in missing:
@@ -206,7 +244,7 @@ def measure(case: Case, setting: str, backends: list[str], results: Results, dev
             results.add({**about, "backend": name, "seconds": None, "note": reason})
             continue
         try:
-            runs[name] = Run(arguments, name, setting, limit, device)
+            runs[name] = Run(arguments, name, setting, limit, device, processor)
         except Exception as error:
             results.add({**about, "backend": name, "seconds": None, "note": f"{type(error).__name__}: {str(error)[:200]}"})
     turns = random.Random(0)
@@ -253,7 +291,7 @@ def _over_limit(row: dict[str, Any] | None) -> bool:
 def reference(case: Case, device: str) -> np.ndarray | None:
     """Optimal objectives in float64, where they are cheap."""
     arguments = case.arguments(device)
-    if case.bounded or arguments["W"].shape[0] > 640:
+    if case.bounded or case.rhs or arguments["W"].shape[0] > 640:
         return None
     solution = qprecon.solve(**arguments, backend="cholesky", damping=DAMPING, dtype="float64", tol=1e-9)
     return solution.objective - solution.gap_bound
@@ -325,18 +363,21 @@ def main() -> None:
     parser.add_argument("--stop-after", type=float, default=540.0, help="seconds after which no problem is begun; run again")
     parser.add_argument("--report", action="store_true", help="write the table and the figure")
     parser.add_argument("--check-auto", action="store_true")
+    parser.add_argument("--processor", action="store_true", help="with --device cpu: seconds of the processor, the small problems")
     args = parser.parse_args()
     began = time.monotonic()
     if args.device:
-        results = Results(FILES[args.device])
+        if args.processor and (args.device != "cpu" or os.environ.get("OMP_NUM_THREADS") != "1"):
+            parser.error("--processor goes with --device cpu and OMP_NUM_THREADS=1: idle threads of BLAS work too")
+        results = Results(PROCESSOR if args.processor else FILES[args.device])
         results.drop(args.again)
-        for case in cases(args.device):
+        for case in cases(args.device, args.processor):
             if args.problem and not any(part in case.name for part in args.problem):
                 continue
             for setting in args.setting or SETTINGS:
                 if time.monotonic() - began < args.stop_after:
-                    measure(case, setting, args.backend or list(ORDER), results, args.device, args.limit)
-    rows = [row for path in FILES.values() for row in Results(path).rows]
+                    measure(case, setting, args.backend or list(ORDER), results, args.device, args.limit, args.processor)
+    rows = [row for path in (*FILES.values(), PROCESSOR) for row in Results(path).rows]
     if args.report:
         from benchmarks.tables.backends import write
 

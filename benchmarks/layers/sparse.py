@@ -23,7 +23,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import qprecon
-from qprecon.grids.formats import find_grid, fit_scales
+from qprecon.grids.formats import find_grid
+from qprecon.grids.scales import fit_scales
 from qprecon.llm.evaluation.sparse_check import SparseCheck, check_sparse, measure
 from qprecon.llm.evaluation.sparse_products import LOW_BITS, products, why_none
 

@@ -1,5 +1,7 @@
 """Prune whole models from disk to disk and say where the time goes: 50 % Wanda masks, optimal weights, every column certified.
 
+The preset is `fast` unless --setting preset=balanced says otherwise.
+
     python benchmarks/models/end_to_end.py --model llama-3.1-8b --workdir /tmp/models
     python benchmarks/models/end_to_end.py --model PATH --text calibration.txt
 
@@ -50,7 +52,7 @@ def main() -> None:
         report = prune_model(
             folder, calibration, pattern=arguments.pattern, mask=arguments.mask, update=arguments.update, targets=targets,
             nsamples=arguments.samples, seqlen=arguments.seqlen, out=out, device=device, store=arguments.store, tol=arguments.tol,
-            progress=False, resume=False, **arguments.settings,
+            progress=False, resume=False, **{"preset": "fast", **arguments.settings},
         )  # fmt: skip
         _wait(device)
         total = time.perf_counter() - started - probe.excluded

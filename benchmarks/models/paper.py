@@ -150,7 +150,7 @@ def prune(bench: Bench, row: Row) -> tuple[PruneReport, float]:
     started = time.perf_counter()
     update = {"update": "optimal", "backend": "adam"} if row.update == "adam" else {"update": row.update}
     report = prune_model(
-        bench.model, windows, pattern=row.pattern, mask=mask, **update, damping=row.damping, tol=TOL,
+        bench.model, windows, preset="fast", pattern=row.pattern, mask=mask, **update, damping=row.damping, tol=TOL,
         ignore=ignore, mask_options=options, device=bench.dense[0].device, progress=False,
     )  # fmt: skip
     _wait(bench)

@@ -150,7 +150,8 @@ def _pruned(arguments: argparse.Namespace) -> None:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    report = prune_model(folder, windows, out=out, device=device, progress=False, resume=False, **arguments.settings)
+    settings = {"preset": "fast", **arguments.settings}
+    report = prune_model(folder, windows, out=out, device=device, progress=False, resume=False, **settings)
     total = time.perf_counter() - started
     if first:
         found = _facts(report, total) | {"ranks": size, "seconds_connecting": connected}

@@ -59,6 +59,7 @@ class Shape:
 SHAPES = {
     "llama-3.1-8b": Shape(4096, 14336, 32, 1024, 128256),
     "llama-3.1-70b": Shape(8192, 28672, 80, 1024, 128256),
+    "llama-3.1-405b": Shape(16384, 53248, 126, 1024, 128256),
     "mixtral-8x22b": Shape(6144, 16384, 56, 1024, 32768, (8, 2)),
 }
 
@@ -87,18 +88,21 @@ def block(shape: Shape, ranks: int) -> dict[str, float]:
 def memory(shape: Shape, ranks: int) -> dict[str, float]:
     """Bytes on a card at most, and of the host; bfloat16 weights, float32 Gram matrices, the largest layer's float64 factor.
 
-    The factor of the certificate is made beside a matrix of its size (16 N²); later it (8 N²) and the solver's set-up (6 N²) lie
-    beside a chunk of 2²⁵ weights with 80 bytes each.
+    The factor of the certificate (8 N²), made in the place of its matrix, and the solver's set-up (6 N²) lie beside a chunk of 2²⁵
+    weights with 80 bytes each, half of that where ranks share a block, and the float32 weights of the layers that share the matrix:
+    as they are, as they are asked for, and solved.
     """
     largest = max(n for n, _, _ in shape.groups)
+    at_work = max(14 * n**2 + 80 * min(n * k, 2**25 if ranks == 1 else 2**24) + 12 * n * k for n, k, _ in shape.groups)
     held = {
         "activations": 2 * TOKENS * shape.hidden / ranks,
         "block, the one before and the one after": 3 * 2 * shape.block_parameters,
         "Gram matrices": 4 * sum(n**2 for n, _, _ in shape.groups),
-        "factors and a chunk of columns": max(16 * largest**2, 14 * largest**2 + 80 * 2**25),
+        "factors, a chunk of columns and its layers": at_work,
     }
     model = 2 * (shape.blocks * shape.block_parameters + shape.outside_parameters)
-    return held | {"card": sum(held.values()), "host": 3 * 2 * shape.block_parameters * ranks + model, "disk": 2 * model}
+    sizes = {"block": 2 * shape.block_parameters, "widest": largest, "matrix": 4 * largest**2, "factor": 8 * largest**2}
+    return held | sizes | {"card": sum(held.values()), "host": 3 * 2 * shape.block_parameters * ranks + model, "disk": 2 * model}
 
 
 def estimated(shape: Shape, ranks: int) -> dict[str, float]:

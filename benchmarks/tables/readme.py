@@ -346,44 +346,6 @@ def few_tokens() -> str:
     return table(head, body) + f"\n\n{note}; {rows[0]['date']}."
 
 
-def scaling() -> str:
-    """Whole models on paper, by number of ranks."""
-    body = [
-        [
-            row["model"],
-            str(row["ranks"]),
-            *(f"{row['seconds'][name]:.0f}" for name in ("forward", "gram", "columns", "exchange", "all")),
-            f"{row['block']['solve_efficiency']:.0%}",
-            f"{row['memory']['card'] / 1e9:.0f} GB",
-            f"{row['memory']['host'] / 1e9:.0f} GB",
-            f"{row['memory']['disk'] / 1e9:.0f} GB",
-        ]
-        for row in load("scaling_paper")
-    ]
-    head = ["model", "ranks", "forward", "gram", "columns", "exchange", "all, s", "columns' efficiency", "a card", "host", "disk"]
-    return table(head, body)
-
-
-def scaling_block() -> str:
-    """What a block takes on paper."""
-
-    def tera(value: float) -> str:
-        return f"{value / 1e12:.1f}"
-
-    body = [
-        [
-            row["model"],
-            str(row["ranks"]),
-            *(tera(row["block"][name]) for name in ("forward_flops", "gram_flops", "column_product_flops")),
-            *(f"{row['block'][name] / 1e9:.2f}" for name in ("bytes_reduced", "bytes_broadcast")),
-        ]
-        for row in load("scaling_paper")
-        if row["ranks"] in (1, 2, 8)
-    ]
-    head = ["model", "ranks", "forward", "gram", "one product with H", "summed, GB", "sent, GB"]
-    return table(head, body) + "\n\nFlops of one rank in TFLOP, and what each rank hands to collectives, for one block."
-
-
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "demo": demo,
@@ -396,7 +358,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/reproducing.md": {"ladder": ladder},
     "docs/backends.md": {"few-tokens": few_tokens},
-    "docs/llm/scaling.md": {"scaling, block": scaling_block, "scaling, models": scaling},
     "docs/performance.md": {
         "models": models,
         "phases": phases,

@@ -12,20 +12,21 @@ from typing import Any
 
 Row = dict[str, Any]
 SHIFT = 0.01  # seconds: launches and Python
-LIMIT = 15.0  # seconds, the time limit of a case
+LIMIT = 15.0  # seconds, the time limit of a case that does not say its own
+KINDS = ("", "rhs", "bounds", "rhs and bounds")  # of problems; their names end so
 ACCURACIES = {"paper": "low (1e-2)", "1e-4": "medium (1e-4)", "1e-6": "high (1e-6)"}
 _NO_PART = "takes no general bounds"
 
 
 def scores(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Markdown of one device: for problems without and with bounds a row for each backend, two columns for each accuracy."""
+    """Markdown of one device: for each kind of problem a row for each backend, two columns for each accuracy."""
     lines = []
-    for bounded in (False, True):
-        here = [row for row in rows if ("bounds" in row["problem"]) == bounded]
+    for kind in KINDS:
+        here = [row for row in rows if kind_of(row["problem"]) == kind]
         problems = {row["problem"] for row in here}
         if not problems:
             continue
-        title = "with bounds" if bounded else "without bounds"
+        title = f"with {kind}" if kind else "without rhs and bounds"
         lines += ["", f"{len(problems)} problems {title}: share certified, and the mean of seconds relative to the least", ""]
         lines += [f"| backend | {' | '.join(f'{word} | mean' for word in ACCURACIES.values())} |"]
         lines += ["| --- " * (2 * len(ACCURACIES) + 1) + "|"]
@@ -34,6 +35,11 @@ def scores(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
             cells = [cell for column in columns for cell in column.get(name, ("–", "–"))]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def kind_of(problem: str) -> str:
+    """One of `KINDS`."""
+    return problem.partition(", ")[2]
 
 
 def shifted_geometric_mean(seconds: Sequence[float], shift: float = SHIFT) -> float:
@@ -47,8 +53,11 @@ def _column(rows: Sequence[Row], names: Sequence[str]) -> dict[str, tuple[str, s
     for name in names:
         own = [row for row in rows if row["backend"] == name and row["note"] != _NO_PART]
         if own:
-            good = [(row["seconds"] or 2.0 * LIMIT) <= LIMIT and row["certified_fraction"] == 1.0 for row in own]
+            limits = [row.get("limit") or LIMIT for row in own]
+            pairs = zip(own, limits, strict=True)
+            good = [(row["seconds"] or math.inf) <= most and row["certified_fraction"] == 1.0 for row, most in pairs]
             shares[name] = sum(good) / len(own)
-            means[name] = shifted_geometric_mean([row["seconds"] if sure else LIMIT for row, sure in zip(own, good, strict=True)])
+            seconds = [row["seconds"] if sure else most for row, sure, most in zip(own, good, limits, strict=True)]
+            means[name] = shifted_geometric_mean(seconds)
     least = min(means.values(), default=1.0)
     return {name: (f"{100 * shares[name]:.0f} %", f"{means[name] / least:.3g}") for name in means}

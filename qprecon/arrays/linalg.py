@@ -47,14 +47,18 @@ def _lapack() -> Any:
     return scipy.linalg
 
 
-def cholesky(a_NN: Array) -> Array | None:
+def cholesky(a_NN: Array, overwrite: bool = False) -> Array | None:
     """Lower Cholesky factor of a symmetric matrix, or None where it does not exist numerically.
 
-    The strict upper triangle of the result is zero for torch and undefined for numpy; use it through ``solve_lower``.
+    The strict upper triangle of the result is zero for torch and undefined for numpy; use it through ``solve_lower``. overwrite:
+    `a` is needed no more, and torch puts the factor in its place: at 28,672 inputs a second matrix would be 6.6 GB.
     """
     if kind_of(a_NN) == "torch":
         torch = namespace(a_NN)
-        factor, info = torch.linalg.cholesky_ex(a_NN)
+        # Transposed, `a` lies as LAPACK wants its output; being symmetric it has the same entries.
+        in_place = overwrite and a_NN.is_contiguous() and not a_NN.requires_grad
+        out = (a_NN.mT, torch.empty((), dtype=torch.int32, device=a_NN.device)) if in_place else None
+        factor, info = torch.linalg.cholesky_ex(a_NN if out is None else out[0], out=out)
         return factor if int(info) == 0 and bool(torch.isfinite(torch.diagonal(factor)).all()) else None
     try:
         factor = _lapack().cholesky(a_NN, lower=True, check_finite=False)

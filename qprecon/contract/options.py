@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import difflib
+import functools
 import numbers
 import types
 import typing
@@ -28,12 +29,17 @@ def check_values(owner: str, values: Mapping[str, Any], declared_in: Any) -> Non
     if not values:
         return
     try:
-        kinds = typing.get_type_hints(declared_in)
+        kinds = _kinds(declared_in)
     except NameError:  # a third party's, of names that only its type checker imports
         return
     for name, value in values.items():
         if name in kinds and not _fits(value, kinds[name]):
             raise ValueError(f"{owner}: {name} must be {_described(kinds[name])}, got {value!r}")
+
+
+@functools.cache
+def _kinds(declared_in: Any) -> dict[str, Any]:
+    return typing.get_type_hints(declared_in)
 
 
 def made_options(owner: str, kind: type | None, values: Mapping[str, Any], others: Sequence[str] = ()) -> Any:

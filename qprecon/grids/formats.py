@@ -13,6 +13,7 @@ Shapes: N inputs, K columns, G groups of inputs.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,42 +178,54 @@ class Fitted:
     zero_GK: Array | None = None
     whole: float = 1.0
 
+    @property
+    def steps_GK(self) -> Array:
+        """What units are multiplied by, (G, K): the scales over ``whole``, in float32 as a reader has them."""
+        return self.scale_GK if self.whole == 1.0 else round_to_dtype(self.scale_GK / self.whole, "float32")
+
+    def mapped(self, change: Callable[..., Array], *others: Fitted) -> Fitted:
+        """The same grid with what ``change`` makes of the scales, and of the zero points, of this one and the others."""
+        zeros = [fitted.zero_GK for fitted in (self, *others)]
+        zero_GK = None if self.zero_GK is None else change(*zeros)
+        return replace(self, scale_GK=change(self.scale_GK, *(fitted.scale_GK for fitted in others)), zero_GK=zero_GK)
+
     def rows(self, rows: slice) -> Rows:
         """The scales of some inputs, laid out row by row. The inputs must lie in whole groups, or within one."""
+        if not self.grid.scaled:
+            return Rows(self.grid)
         n, size = rows.stop - rows.start, self.grid.group_size
         if size is None:
             groups, repeat = slice(0, 1), n
         else:
             groups = slice(rows.start // size, -(-rows.stop // size))
             repeat = min(size, n)
-        scale_BK = _repeated(self.scale_GK[groups], repeat)[:n]
         zero_BK = None if self.zero_GK is None else _repeated(self.zero_GK[groups], repeat)[:n]
-        return Rows(self.grid, round_to_dtype(scale_BK / self.whole, "float32") if self.whole != 1.0 else scale_BK, zero_BK)
+        return Rows(self.grid, _repeated(self.steps_GK[groups], repeat)[:n], zero_BK)
+
+    def by_group(self) -> Rows:
+        """The scales against weights laid out by groups, (G, B, K)."""
+        return Rows(self.grid, self.steps_GK[:, None, :], None if self.zero_GK is None else self.zero_GK[:, None, :])
 
     def nearest(self, w_NK: Array) -> Array:
         """Each weight's nearest value on the grid, (N, K), in the dtype of ``w_NK``."""
-        if self.grid.unit is not None and not self.grid.scaled:
-            return self.grid.unit.nearest(w_NK)
         return self.rows(slice(0, w_NK.shape[0])).nearest(w_NK)
 
     def units(self, values_NK: Array) -> Array:
         """The units (codes less the zero point) of values that lie on the grid, (N, K): unit · scale is the value."""
-        if not self.grid.scaled:
-            return values_NK
         return self.rows(slice(0, values_NK.shape[0])).units(values_NK)
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Scales (and zero points) of some inputs, (B, K)."""
+    """Scales (and zero points) of some inputs, (B, K); None for formats that have none."""
 
     grid: Grid
-    scale_BK: Array
+    scale_BK: Array | None = None
     zero_BK: Array | None = None
 
     def units(self, w_BK: Array) -> Array:
         """The nearest units of the weights."""
-        x_BK = w_BK / self.scale_BK
+        x_BK = w_BK if self.scale_BK is None else w_BK / self.scale_BK
         if self.grid.unit is not None:
             return self.grid.unit.nearest(x_BK)
         low, high = self.grid.code_range
@@ -221,63 +234,24 @@ class Rows:
         return x_BK.round().clip(low - self.zero_BK, high - self.zero_BK)
 
     def nearest(self, w_BK: Array) -> Array:
-        """The nearest values."""
-        return self.values(self.units(w_BK))
+        """The nearest values, each of which is its own nearest: a reader finds the code of a value by dividing it again."""
+        values_BK = self.values(self.units(w_BK))
+        if self.zero_BK is None or self.grid.bits < 8 or self.grid.scale_dtype == "float32":
+            return values_BK
+        # With zero points units go up to 255, where rounding to 8 bits of mantissa is half a unit: an odd one may be read as the
+        # even one beside it, which is read as itself.
+        return self.values(self.units(values_BK))
 
     def values(self, units_BK: Array) -> Array:
         """unit · scale, as a reader of the file computes it: in float32, then rounded."""
+        if self.scale_BK is None:
+            return units_BK
         return round_to_dtype(round_to_dtype(units_BK * self.scale_BK, "float32"), self.grid.scale_dtype)
 
     def part(self, some: Any) -> Rows:
         """Some rows, chosen by a slice or by their numbers."""
-        return Rows(self.grid, self.scale_BK[some], None if self.zero_BK is None else self.zero_BK[some])
-
-
-def fit_scales(grid: Grid, w_NK: Array, shrink_GK: Array | float = 1.0) -> Fitted:
-    """Scales from the largest weights of each group, times ``shrink_GK``.
-
-    Args:
-        grid: the format.
-        w_NK: weights, (N, K), 0 where pruned.
-        shrink_GK: factor on the largest weight, a number or (G, K): small ones clip large weights and place the others more finely.
-    """
-    n, k = w_NK.shape
-    if not grid.scaled:
-        return Fitted(grid, w_NK[:0])
-    xp, groups, zero_GK = namespace(w_NK), grid.groups(n), None
-    by_group = w_NK.reshape(groups, n // groups, k) if n else w_NK.reshape(groups, 0, k)
-    if n == 0:
-        return Fitted(grid, xp.ones_like(by_group.sum(1)))
-    if grid.symmetric:
-        scale_GK = abs(by_group).max(1) if xp.__name__ == "numpy" else by_group.abs().amax(1)
-        scale_GK = scale_GK * shrink_GK / grid.largest
-    else:
-        low, high = grid.code_range
-        least, most = (by_group.min(1), by_group.max(1)) if xp.__name__ == "numpy" else (by_group.amin(1), by_group.amax(1))
-        least, most = least.clip(None, 0) * shrink_GK, most.clip(0, None) * shrink_GK
-        scale_GK = (most - least) / (high - low)
-        positive_GK = xp.where(scale_GK > 0, scale_GK, xp.ones_like(scale_GK))
-        zero_GK = (low - least / positive_GK).round().clip(low, high)
-    scale_GK, whole = stored_scales(grid, scale_GK)
-    return Fitted(grid, scale_GK, zero_GK, whole)
-
-
-def stored_scales(grid: Grid, scale_GK: Array, whole: float | None = None) -> tuple[Array, float]:
-    """Scales as a file holds them, (G, K), and nvfp4's scale for all of them, which is made of the largest unless given.
-
-    A scale that is 0, or too small for its dtype, becomes 1: all weights of its group are then 0.
-    """
-    xp = namespace(scale_GK)
-    if grid.scale == "e4m3":
-        most = float(scale_GK.max()) if scale_GK.shape[1] else 0.0
-        if whole is None:
-            whole = float(E4M3.largest / most) if most > 0 else 1.0
-        scale_GK = E4M3.nearest(scale_GK * whole)
-    elif grid.scale == "power":
-        scale_GK = _nearest_power(scale_GK)
-    else:
-        scale_GK = round_to_dtype(scale_GK, grid.scale_dtype)
-    return xp.where(scale_GK > 0, scale_GK, xp.ones_like(scale_GK)), whole or 1.0
+        scale_BK, zero_BK = (None if each is None else each[some] for each in (self.scale_BK, self.zero_BK))
+        return Rows(self.grid, scale_BK, zero_BK)
 
 
 def round_to_dtype(x: Array, name: str) -> Array:
@@ -285,14 +259,6 @@ def round_to_dtype(x: Array, name: str) -> Array:
     if name == "float32":
         return x if dtype_name(x) == "float32" else cast(cast(x, "float32"), dtype_name(x))
     return _DTYPES[name].nearest(x)
-
-
-def _nearest_power(x: Array) -> Array:
-    """The power of two nearest to each positive number, in the logarithm; 0 stays 0."""
-    xp = namespace(x)
-    mantissa, exponent = xp.frexp(x)
-    exponent = exponent - xp.where(mantissa < 2.0**-0.5, xp.ones_like(exponent), xp.zeros_like(exponent))
-    return xp.where(x > 0, xp.ldexp(xp.ones_like(x), exponent), xp.zeros_like(x))
 
 
 def _repeated(x_GK: Array, times: int) -> Any:

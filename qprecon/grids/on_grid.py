@@ -16,12 +16,12 @@ Shapes: N inputs, K columns, G groups of inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
-from ..arrays.interop import Array, cast, dtype_name, from_core, kind_of, like, namespace
+from ..arrays.interop import Array, cast, dtype_name, from_core, kind_of, like, namespace, to_numpy
 from ..arrays.linalg import column_dots, exact_float32, masked, upper_inverse_factor
 from ..contract.options import is_whole
 from ..engine.choice import choose_dtype
@@ -30,8 +30,9 @@ from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
 from ..proof.verdict import Audit, Known, audited
 from ..solution import Solution
-from .formats import Fitted, Grid, find_grid, fit_scales
-from .rounding import Product, descend, fast_product, feedback, refit_scales, search_scales
+from .formats import Fitted, Grid, find_grid
+from .rounding import Product, descend, fast_product, feedback, refit_scales
+from .scales import fit_scales, search_scales
 
 METHODS = ("sweep", "descent", "gptq", "gptq-order", "gptq-start", "nearest")
 
@@ -77,7 +78,7 @@ def rounded(shared: Shared, problem: ColumnQP, start: Array | Solution, grid: Gr
     """Round ``start``, weights for the problem, to the grid, and audit what comes out.
 
     Raises:
-        ValueError: a start of another shape, or one that is not 0 where pruned; a group size that does not divide N; bounds.
+        ValueError: a start of another shape, with NaN or Inf, or not 0 where pruned; a group size that does not divide N; bounds.
     """
     grid, place = find_grid(grid), problem.place
     grid.groups(problem.n_inputs)  # refuses a group size that does not divide N
@@ -101,6 +102,9 @@ def _start(start: Array | Solution, problem: ColumnQP) -> Array:
     start_NK = floating(start.weights if isinstance(start, Solution) else start, problem.place, "start")
     if tuple(start_NK.shape) != tuple(problem.weights_NK.shape):
         raise ValueError(f"start has shape {tuple(start_NK.shape)}, W has {tuple(problem.weights_NK.shape)}")
+    bad_K = ~to_numpy(namespace(start_NK).isfinite(start_NK).all(0))
+    if bad_K.any():
+        raise ValueError(f"start has NaN or Inf in {int(bad_K.sum())} columns, the first is column {int(np.argmax(bad_K))}")
     if bool((start_NK * ~problem.mask_NK != 0).any()):
         raise ValueError("start is not 0 where the mask has no weight")
     return start_NK
@@ -206,15 +210,9 @@ class _Candidate:
         mine_K = self.value_K <= other.value_K
         if bool(mine_K.all()):
             return self
-        pick = lambda mine, others: _where(mine_K, mine, others)  # noqa: E731
-        zero_GK = None if self.fitted.zero_GK is None else pick(self.fitted.zero_GK, other.fitted.zero_GK)
-        fitted = replace(self.fitted, scale_GK=pick(self.fitted.scale_GK, other.fitted.scale_GK), zero_GK=zero_GK)
+        pick = partial(namespace(self.q_NK).where, mine_K)  # (K,) against (…, K)
         parts = (pick(getattr(self, name), getattr(other, name)) for name in ("q_NK", "r_NK", "value_K"))
-        return _Candidate(fitted, *parts)
-
-
-def _where(mine_K: Array, mine: Array, others: Array) -> Any:
-    return namespace(mine).where(mine_K, mine, others)  # (K,) against (…, K)
+        return _Candidate(self.fitted.mapped(pick, other.fitted), *parts)
 
 
 def _numpy(x: Array) -> np.ndarray:

@@ -8,7 +8,6 @@ Nobody knows the least value for sure; what is done here never makes f larger:
   is kept up to date for the block's own rows, after it for all rows by one product. A sweep costs one product with A.
 - ``feedback``: the sweep of GPTQ (Frantar et al., arXiv 2210.17323) with the mask held: each input is rounded, and the later ones
   take over its error through the inverse factor. Not monotone in f; the better place to start the descent from.
-- ``search_scales``: which share of a group's largest weight its scale stands for, by the error weighted with diag A.
 - ``refit_scales``: for fixed codes f is a parabola in each scale as well: its vertex, group by group, where that makes f smaller.
 
 Shapes: N inputs, K columns, G groups of inputs, B inputs of a block.
@@ -25,14 +24,13 @@ from ..arrays import sweep
 from ..arrays.halves import Halves, has_fast_halves, multiply
 from ..arrays.interop import Array, dtype_name, kind_of, namespace
 from ..arrays.linalg import subtract_product
-from .formats import Fitted, Grid, Rows, fit_scales, round_to_dtype, stored_scales
+from .formats import Fitted, Grid, Rows
+from .scales import stored_scales
 
 Product = Callable[[slice, Array], Array]
 
 BLOCK = 64  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
 _PANEL = 8  # blocks between two updates of all of r
-_SHRINKS = 25
-_LEAST_SHRINK = 0.4
 
 
 def fast_product(a_NN: Array) -> Product:
@@ -71,7 +69,7 @@ def descend(
             before_PK, local_PK = _copy(q_NK[start:stop]), _copy(r_NK[start:stop])
             for rows in panel:
                 inside = slice(rows.start - start, rows.stop - start)
-                scales = _rows_of(fitted, rows)
+                scales = fitted.rows(rows)
                 change_BK = block(a_NN[rows, rows], scales, q_NK[rows], local_PK[inside], mask_NK[rows])
                 moved_BK = q_NK[rows] + change_BK  # next to a value of the grid: the difference was rounded, and so is the sum
                 q_NK[rows] = xp.where(change_BK != 0, scales.nearest(moved_BK), q_NK[rows])
@@ -117,7 +115,7 @@ def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array, orde
         mask_NK: True = kept.
         order_N: the numbers of the inputs in the order of the sweep; unless given, as they are. Groups stay what they are.
     """
-    n, scales = len(w_NK), _rows_of(fitted, slice(0, len(w_NK)))
+    n, scales = len(w_NK), fitted.rows(slice(0, len(w_NK)))
     if order_N is not None:
         w_NK, mask_NK, scales = w_NK[order_N], mask_NK[order_N], scales.part(order_N)
     rest_NK, mask_NK, q_NK = _copy(w_NK), _in_rows(mask_NK), namespace(w_NK).zeros_like(w_NK)
@@ -126,6 +124,8 @@ def feedback(factor_NN: Array, fitted: Fitted, w_NK: Array, mask_NK: Array, orde
         q_NK[rows], error_BK = block(factor_NN[rows, rows], scales.part(rows), rest_NK[rows], mask_NK[rows])
         if rows.stop < n:
             subtract_product(rest_NK[rows.stop :], factor_NN[rows, rows.stop :].T, error_BK)
+    if fitted.zero_GK is not None:
+        q_NK = scales.nearest(q_NK)  # see there; the kernel rounds once
     if order_N is None:
         return q_NK
     back_NK = namespace(q_NK).zeros_like(q_NK)
@@ -142,28 +142,6 @@ def _feedback_block(factor_BB: Array, scales: Rows, rest_BK: Array, mask_BK: Arr
         return q_BK[i]
 
     return q_BK, sweep.within(_copy(rest_BK), factor_BB, sweep.error_of(project, factor_BB))
-
-
-def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
-    """The best of 25 shares of each group's largest weight, by Σ weight_i (w_i − q_i)², for ``w_NK`` with its zeros."""
-    fitted = fit_scales(grid, w_NK)
-    if not grid.scaled or not w_NK.shape[0]:
-        return fitted
-    xp, best_GK, (n, k), groups = namespace(w_NK), None, w_NK.shape, grid.groups(len(w_NK))
-    w_GBK, weight_GB1 = w_NK.reshape(groups, n // groups, k), weight_N.reshape(groups, n // groups, 1)
-    for step in range(_SHRINKS):
-        tried = fit_scales(grid, w_NK, 1.0 - step * (1.0 - _LEAST_SHRINK) / (_SHRINKS - 1))
-        if grid.scale == "e4m3":  # one float32 scale for all: that of the largest weights
-            tried = replace(tried, scale_GK=stored_scales(grid, tried.scale_GK / tried.whole, fitted.whole)[0], whole=fitted.whole)
-        error_GK = (weight_GB1 * (w_GBK - _by_group(tried).nearest(w_GBK)) ** 2).sum(1)
-        if best_GK is None:
-            best_GK, fitted = error_GK, tried
-            continue
-        better_GK = error_GK < best_GK
-        best_GK = xp.where(better_GK, error_GK, best_GK)
-        zero_GK = None if grid.symmetric else xp.where(better_GK, tried.zero_GK, fitted.zero_GK)
-        fitted = replace(fitted, scale_GK=xp.where(better_GK, tried.scale_GK, fitted.scale_GK), zero_GK=zero_GK)
-    return fitted
 
 
 def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple[Fitted, Array, Array]:
@@ -186,12 +164,13 @@ def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple
         wanted_1K = (scale_GK[g] / fitted.whole + shift_K)[None, :]
         wanted_1K = xp.where(usable_K[None, :] & (wanted_1K > 0), wanted_1K, scale_GK[g : g + 1] / fitted.whole)
         new_1K = stored_scales(grid, wanted_1K, fitted.whole)[0]
-        values_BK = Rows(grid, new_1K / fitted.whole).values(units_BK)
+        scales = replace(fitted, scale_GK=new_1K, zero_GK=None if fitted.zero_GK is None else fitted.zero_GK[g : g + 1]).by_group()
+        values_BK = scales.nearest(units_BK[None] * scales.scale_BK)[0]
         change_BK = values_BK - q_NK[rows]
         falls_K = (change_BK * (a_BB @ change_BK - 2.0 * r_NK[rows])).sum(0) < 0
         change_BK = xp.where(falls_K[None, :], change_BK, xp.zeros_like(change_BK))
         scale_GK[g] = xp.where(falls_K, new_1K[0], scale_GK[g])
-        q_NK[rows] += change_BK
+        q_NK[rows] = xp.where(falls_K[None, :], values_BK, q_NK[rows])
         r_NK -= a_NN[:, rows] @ change_BK
     return replace(fitted, scale_GK=scale_GK), q_NK, r_NK
 
@@ -217,33 +196,6 @@ def _blocks(grid: Grid, n: int) -> list[slice]:
 def _divisor(size: int) -> int:
     """The largest divisor of a group's size that a block may have."""
     return max(step for step in range(1, BLOCK + 1) if size % step == 0)
-
-
-def _rows_of(fitted: Fitted, rows: slice) -> Rows:
-    """The scales of a block of inputs; formats without scales have 1."""
-    if fitted.grid.scaled:
-        return fitted.rows(rows)
-    return _Unscaled(fitted.grid)
-
-
-class _Unscaled(Rows):
-    """bf16 and fp16: the value is the unit."""
-
-    def __init__(self, grid: Grid) -> None:
-        super().__init__(grid, None)
-
-    def nearest(self, w_BK: Array) -> Array:
-        return w_BK if self.grid.unit is None else self.grid.unit.nearest(w_BK)
-
-    def part(self, some: Any) -> Rows:
-        return self
-
-
-def _by_group(fitted: Fitted) -> Rows:
-    """The scales against weights laid out by groups, (G, B, K)."""
-    zero_G1K = None if fitted.zero_GK is None else fitted.zero_GK[:, None, :]
-    scale_GK = fitted.scale_GK if fitted.whole == 1.0 else round_to_dtype(fitted.scale_GK / fitted.whole, "float32")
-    return Rows(fitted.grid, scale_GK[:, None, :], zero_G1K)
 
 
 def _copy(x: Array) -> Array:

@@ -78,7 +78,7 @@ def certificate(hessian: Hessian) -> Certificate:
     if trace == 0.0:
         return Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
     fill_N = trace / n * cast(dead_N, "float64")
-    shifted = lambda by_N: cholesky(add_to_diagonal(hessian.hessian_NN, fill_N + hessian.ridge - by_N, "float64"))  # noqa: E731
+    shifted = lambda by_N: cholesky(add_to_diagonal(hessian.hessian_NN, fill_N + hessian.ridge - by_N, "float64"), True)  # noqa: E731
     factor_NN, condition = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:

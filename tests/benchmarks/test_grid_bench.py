@@ -71,7 +71,8 @@ def test_the_groups_hold_what_is_asked_for():
 def test_the_published_joint_methods(common):
     """Exact masks, values on the grid, and each half of SparseGPT with GPTQ alone where the other has nothing to do."""
     from benchmarks.inputs import slim, sparsegpt_gptq
-    from qprecon.grids.formats import find_grid, fit_scales
+    from qprecon.grids.formats import find_grid
+    from qprecon.grids.scales import fit_scales
     from qprecon.llm.masks import LayerData, sparsegpt
     from qprecon.llm.masks.patterns import Pattern
 

@@ -97,5 +97,6 @@ def test_settings_of_a_case(bench):
 
     case = Case(ingredients=("alps", "drift=auto", "mask_options.rho=0.3", "mask_options.max_iterations=5", "order=true"))
     assert case.settings() == {
-        "pattern": "50%", "mask": "alps", "drift": "auto", "mask_options": {"rho": 0.3, "max_iterations": 5}, "order": True,
+        "pattern": "50%", "preset": "fast",
+        "mask": "alps", "drift": "auto", "mask_options": {"rho": 0.3, "max_iterations": 5}, "order": True,
     }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.tables.scores import LIMIT, SHIFT, scores, shifted_geometric_mean
+from benchmarks.tables.scores import LIMIT, SHIFT, kind_of, scores, shifted_geometric_mean
 
 
 def row(backend, problem, seconds, share=1.0, note=None):
@@ -29,8 +29,22 @@ def test_the_table():
     ]  # fmt: skip
     lines = scores(rows, ("fast", "slow", "late"))
     free, bounded = lines[: len(lines) // 2], lines[len(lines) // 2 :]
-    assert free[1].startswith("2 problems without bounds") and bounded[1].startswith("1 problems with bounds")
+    assert free[1].startswith("2 problems without rhs and bounds") and bounded[1].startswith("1 problems with bounds")
     assert cells(free, "fast") == ["–", "–", "100 %", "1", "–", "–"]
     assert cells(free, "slow")[2:4] == ["50 %", f"{shifted_geometric_mean([0.99, LIMIT]) / 0.09:.3g}"]
     assert cells(free, "late")[2:4] == ["0 %", f"{LIMIT / 0.09:.3g}"]
     assert cells(bounded, "fast") == ["–"] * 6 and cells(bounded, "slow")[2:4] == ["0 %", "1"]
+
+
+def test_a_case_that_says_its_limit_counts_with_that():
+    rows = [row("fast", "a", 0.09), row("late", "a", 2.0) | {"limit": 1.0}]
+    assert cells(scores(rows, ("fast", "late")), "late")[2:4] == ["0 %", f"{1.0 / 0.09:.3g}"]
+
+
+def test_the_kinds_of_problems():
+    named = {"256x256 easy 50%": "", "gemma3_0_q_proj, rhs": "rhs", "a, bounds": "bounds", "a, rhs and bounds": "rhs and bounds"}
+    assert [kind_of(problem) for problem in named] == list(named.values())
+    tables = [line for line in scores([row("fast", problem, 0.1) for problem in named], ("fast",)) if "problems" in line]
+    assert [line.split(":")[0] for line in tables] == [
+        "1 problems without rhs and bounds", "1 problems with rhs", "1 problems with bounds", "1 problems with rhs and bounds",
+    ]  # fmt: skip

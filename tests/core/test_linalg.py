@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from qprecon.arrays.linalg import column_norms, exact_float32, fitting_threads
+from qprecon.arrays.linalg import cholesky, column_norms, exact_float32, fitting_threads
 
 
 def blas_threads():
@@ -62,3 +62,18 @@ def test_column_norms_of_both_libraries():
     a_NK[2, 1] = np.nan
     for x in (a_NK, torch.as_tensor(a_NK)):
         assert np.isnan(np.asarray(column_norms(x, np.inf))).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_factor_takes_the_place_of_its_matrix(device):
+    """The same bits, in the same memory; None where there is no factor, as without it."""
+    torch = pytest.importorskip("torch")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    x_TN = torch.randn(200, 150, dtype=torch.float64, device=device, generator=torch.Generator(device).manual_seed(0))
+    a_NN = x_TN.T @ x_TN
+    a_NN = (a_NN + a_NN.T) / 2
+    expected, own = cholesky(a_NN), a_NN.clone()
+    found = cholesky(own, overwrite=True)
+    assert torch.equal(found, expected) and found.data_ptr() == own.data_ptr()
+    assert cholesky(-a_NN, overwrite=True) is None

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qprecon.grids.formats import BF16, E2M1, E4M3, FP16, find_grid, fit_scales
-from qprecon.grids.rounding import descend, feedback, refit_scales, search_scales
+from qprecon.grids.formats import BF16, E2M1, E4M3, FP16, find_grid
+from qprecon.grids.rounding import descend, feedback, refit_scales
+from qprecon.grids.scales import fit_scales, search_scales
 from tests.small_problems import gram
 
 NAMES = ("int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4", "bf16", "fp16")
@@ -85,6 +86,17 @@ def test_nearest_is_on_the_grid_and_zero_stays_zero(name, symmetric):
         assert (codes == np.round(codes)).all() and codes.min() >= low and codes.max() <= high
     step = np.abs(w).max() / {"int8": 100, "int4": 6, "int3": 2, "int2": 0.7, "fp8": 8, "nvfp4": 2, "mxfp4": 1.9}.get(name, 100)
     assert np.abs(q - w).max() <= step
+
+
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16", "float32"])
+def test_every_code_of_8_bits_with_zero_points_is_read_as_itself(scale_dtype):
+    """Units up to 255 in 8 bits of mantissa: a value divided by its scale again is up to half a unit off."""
+    rng = np.random.default_rng(0)
+    w = np.stack([np.linspace(0, size, 256) for size in rng.uniform(0.5, 2, 200)], axis=1)
+    fitted = fit_scales(find_grid("int8", symmetric=False, scale_dtype=scale_dtype), w)
+    q = fitted.nearest(w)
+    assert (fitted.nearest(q) == q).all() and fitted.units(q).max() == 255
+    assert np.abs(q - w).max() <= 2 / 255 * (0.6 if scale_dtype != "bfloat16" else 1.6)
 
 
 def test_scales_of_nvfp4_are_e4m3_and_of_mxfp4_powers_of_two():
@@ -240,6 +252,38 @@ def test_bits_per_weight_counts_scales():
     assert find_grid("int4", group_size=128, scale_dtype="bfloat16", symmetric=False).bits_per_weight(1024) == 4 + 20 / 128
     assert find_grid("nvfp4").bits_per_weight(1024) == 4.5 and find_grid("mxfp4").bits_per_weight(1024) == 4.25
     assert find_grid("bf16").bits_per_weight(1024) == 16
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(NAMES), st.booleans(), st.sampled_from(["float32", "bfloat16", "float16"]))
+def test_searched_scales_cost_no_more_than_those_of_the_largest_weights(seed, name, symmetric, scale_dtype):
+    """By the error they are chosen for, group by group; zeros stay zeros, and values are those of a reader: unit times step."""
+    symmetric = symmetric or not name.startswith("int")
+    _, _, _, grid, best = setting(32, 4, seed, name, scale_dtype=scale_dtype, symmetric=symmetric, **groups_for(name, 16))
+    weight = np.random.default_rng(seed).uniform(0.1, 10, 32)
+    plain, found = fit_scales(grid, best), search_scales(grid, best, weight)
+    error = lambda fitted: weight[:, None] * (best - fitted.nearest(best)) ** 2  # noqa: E731
+    by_group = [error(fitted).reshape(grid.groups(32), -1, 4).sum(1) for fitted in (plain, found)]
+    assert (by_group[1] <= by_group[0] * (1 + 1e-12)).all()
+    q = found.nearest(best)
+    assert (q[best == 0] == 0).all() and (found.nearest(q) == q).all() and found.whole == plain.whole
+    if grid.scaled:
+        assert (found.by_group().nearest(best.reshape(grid.groups(32), -1, 4)).reshape(32, 4) == q).all()
+        steps = np.repeat(found.steps_GK, 32 // len(found.steps_GK), axis=0)
+        near = {"float32": 1e-7, "bfloat16": 2.0**-8, "float16": 1e-3}[grid.scale_dtype]
+        assert np.allclose(found.units(q) * steps, q, rtol=near, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_re_fitted_scales_stay_on_the_grid_with_one_scale_for_all(name):
+    """What a re-fit gives is what a reader computes, bit for bit, in float64 and float32; nvfp4 has one scale over all others."""
+    torch = pytest.importorskip("torch")
+    a, w, mask, grid, best = setting(64, 5, 11, name, scale_dtype="bfloat16", **groups_for(name, 16))
+    for on in (lambda x: x, lambda x: torch.tensor(x, dtype=torch.float32)):
+        fitted = fit_scales(grid, on(best))
+        q = fitted.nearest(on(best))
+        fitted, q, _ = refit_scales(on(a), fitted, q, on(a) @ (on(w) - q))
+        assert bool((fitted.nearest(q) == q).all())
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ def packed_tensors(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, Fit
         if name not in scales:
             found[name] = tensor
             continue
-        parts = packed(_on(scales[name], tensor.device), tensor.T)
+        parts = packed(scales[name].mapped(lambda x_GK, at=tensor.device: x_GK.to(at)), tensor.T)
         found |= {f"{name.removesuffix('weight')}{part}": own for part, own in parts.items()}
     return found
 
@@ -143,11 +142,6 @@ def write_configuration(folder: Path, quantization: Mapping[str, Any]) -> None:
     path = folder / "config.json"
     written = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": dict(quantization)}
     path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-
-
-def _on(fitted: Fitted, device: torch.device) -> Fitted:
-    zero_GK = None if fitted.zero_GK is None else fitted.zero_GK.to(device)
-    return replace(fitted, scale_GK=fitted.scale_GK.to(device), zero_GK=zero_GK)
 
 
 def configuration(grid: Grid, quantised: Iterable[str], linears: Iterable[str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -44,7 +43,7 @@ def scales_of_experts(
         for view in by_expert.get(_expert(name), []) if tensor.ndim == 2 else []:
             columns = _columns(tensor, view.weights_NK(tensor.dtype).to(tensor.device))
             if columns is not None:
-                found[name] = _part(scales[view.name], columns)
+                found[name] = scales[view.name].mapped(lambda x_GK, some=columns: x_GK[:, some])
                 break
     return found
 
@@ -66,8 +65,3 @@ def _columns(tensor_KN: torch.Tensor, values_NK: torch.Tensor) -> slice | None:
 def _slices(k: int) -> Iterator[slice]:
     yield slice(None)
     yield from (slice(0, k // 2), slice(k // 2, k), slice(0, k, 2), slice(1, k, 2))
-
-
-def _part(fitted: Fitted, columns: slice) -> Fitted:
-    zero_GK = None if fitted.zero_GK is None else fitted.zero_GK[:, columns]
-    return replace(fitted, scale_GK=fitted.scale_GK[:, columns], zero_GK=zero_GK)

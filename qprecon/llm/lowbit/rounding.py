@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,10 +50,7 @@ class Stored:
 
     def scales(self, columns: slice) -> Fitted | None:
         """The grid and the scales of some columns."""
-        if self.fitted is None:
-            return None
-        zero_GK = None if self.fitted.zero_GK is None else self.fitted.zero_GK[:, columns].clone()
-        return replace(self.fitted, scale_GK=self.fitted.scale_GK[:, columns].clone(), zero_GK=zero_GK)
+        return None if self.fitted is None else self.fitted.mapped(lambda x_GK: x_GK[:, columns].clone())
 
 
 def relative_gap(cost: float, gap: float) -> float:
@@ -64,14 +61,12 @@ def relative_gap(cost: float, gap: float) -> float:
 
 def at_host(fitted: Fitted) -> Fitted:
     """The same with its tensors in the host's memory."""
-    return replace(fitted, scale_GK=fitted.scale_GK.cpu(), zero_GK=None if fitted.zero_GK is None else fitted.zero_GK.cpu())
+    return fitted.mapped(lambda x_GK: x_GK.cpu())
 
 
 def joined_scales(parts: Sequence[Fitted]) -> Fitted:
     """Of columns that follow one another, with one `whole` scale."""
-    zeros = [part.zero_GK for part in parts if part.zero_GK is not None]
-    scale_GK = torch.cat([part.scale_GK for part in parts], dim=1)
-    return replace(parts[0], scale_GK=scale_GK, zero_GK=torch.cat(zeros, dim=1) if zeros else None)
+    return parts[0].mapped(lambda *each: torch.cat(each, dim=1), *parts[1:])
 
 
 def on_their_grid(
@@ -83,6 +78,8 @@ def on_their_grid(
     grid = grid_of(recipe, views[0].dtype)
     if recipe.quantize != "none":
         assert grid is not None
+        if solution is None and not bool(new_NK.isfinite().all()):
+            return Stored(new_NK)  # refused with the layer's name
         start = new_NK if solution is None else solution
         found = prepared.round(dense_NK, mask_NK, start, grid, method=recipe.rounding, **recipe.rounding_options)
         return Stored(found.weights.to(torch.float32), found.fitted, found.objective, found.gap_bound)

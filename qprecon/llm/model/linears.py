@@ -6,7 +6,7 @@ transformers' Conv1D (GPT-2) and transposed experts hold (N, K).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -115,19 +115,21 @@ UNHELD = "no linear layer holds it"
 _ROUTER = "router of a mixture of experts"
 
 
-def find_linears(block: Block, *, model: nn.Module | None = None) -> BlockLinears:
+def find_linears(block: Block, *, model: nn.Module | None = None, tied: Set[int] | None = None) -> BlockLinears:
     """All linear layers of `block`: `nn.Linear`, Conv1D, and each expert of fused expert parameters.
 
     Left out, with the reason: routers of mixtures of experts (a few thousand weights that decide where every token goes;
     field practice leaves them dense), layers whose weight is tied to a parameter elsewhere in `model`, and matrices that
     no linear layer holds. Heads and embeddings are outside the blocks, so they are never found.
 
+    `tied`: what `tied_parameters` says of the model, for a caller who asks for many blocks.
+
     Quantised layers and those whose weight is computed from others are `refused`: an error only for a caller who wants them
     pruned (`check_refused`).
 
     Raises ValueError for fused experts that are computed from others, or whose orientation cannot be told.
     """
-    tied = _tied_parameters(model if model is not None else block.module)
+    tied = tied_parameters(block.module if model is None else model) if tied is None else tied
     has_experts = any("expert" in name for name, _ in block.module.named_modules())
 
     def is_router(name: str) -> bool:
@@ -195,7 +197,8 @@ def _without_view(block: Block, claimed: set[int]) -> Iterator[tuple[str, str | 
             yield name, str(parameter.dtype) if parameter.element_size() == 1 else None
 
 
-def _tied_parameters(model: nn.Module) -> set[int]:
+def tied_parameters(model: nn.Module) -> set[int]:
+    """The ids of parameters that a model has under several names."""
     seen: set[int] = set()
     tied: set[int] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):

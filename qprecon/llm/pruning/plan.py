@@ -15,7 +15,7 @@ from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.blocks import Block, find_blocks
-from qprecon.llm.model.linears import UNHELD, LinearView, find_linears
+from qprecon.llm.model.linears import UNHELD, LinearView, find_linears, tied_parameters
 from qprecon.llm.model.targets import as_patterns, check_patterns, matches
 from qprecon.llm.model.unprunable import check_changeable, check_held, check_no_adapter, check_refused
 
@@ -102,7 +102,8 @@ def plan_layers(
         patterns = Pattern.parse(pattern)
     for each in patterns.values() if isinstance(patterns, dict) else [patterns]:
         each.check_some_kept()
-    found = [find_linears(block, model=model) for block in blocks]
+    tied = tied_parameters(model)
+    found = [find_linears(block, model=model, tied=tied) for block in blocks]
     refused = [item for linears in found for item in linears.refused]
     names = [view.name for linears in found for view in linears.views] + [name for name, _ in refused]
     left_out = [item for linears in found for item in linears.excluded]

@@ -64,7 +64,7 @@ def prune_model(
     """Prune a model to a sparsity pattern, with optimal weights for the masks (the paper's Algorithm 1).
 
     All linear layers of all decoder blocks are pruned; embeddings, the head and routers of experts are not. Called by all processes
-    of torch's default process group with the same arguments, it is one run, which they share (docs/scaling.md).
+    of torch's default process group with the same arguments, it is one run, which they share (docs/llm/scaling.md).
 
     Args:
         model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of

@@ -116,23 +116,23 @@ def in_parts(
 
 
 @contextmanager
-def all_reached(blocks: Sequence[Block], active: bool) -> Iterator[None]:
-    """While open and active, every parameter of a block that needs a gradient gets one, of zeros where nothing used it.
+def all_reached(blocks: Sequence[Block]) -> Iterator[None]:
+    """While open, every parameter of a block that needs a gradient gets one, of zeros where nothing used it.
 
-    Ranks send one another the gradients that they have, and must have the same ones; an expert in a list of its own is used by
-    those whose tokens reach it.
+    An expert in a list is used where tokens reach it only. Ranks send one another the gradients that they have, and must have the
+    same ones; and an expert that no token of a step reaches moves on by its moments, as it does where experts are one tensor.
     """
 
     def again(index: int, original: Callable, args: tuple, kwargs: dict) -> Any:
         output = original(*args, **kwargs)
         if not torch.is_grad_enabled():
             return output
-        learning = [parameter for parameter in blocks[index].module.parameters() if parameter.requires_grad]
+        learning = [parameter for parameter in listed[index].module.parameters() if parameter.requires_grad]
         nothing = torch.stack([parameter[(0,) * parameter.ndim] for parameter in learning]).sum() * 0
         return output + nothing if torch.is_tensor(output) else (output[0] + nothing, *output[1:])
 
     listed = [block for block in blocks if any(isinstance(module, nn.ModuleList) for module in block.module.modules())]
-    with replaced_forwards(blocks if active and listed else (), again):
+    with replaced_forwards(listed, again):
         yield
 
 

@@ -16,7 +16,7 @@ from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.packed import Packed, pack
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.dtypes import FLOATS
-from qprecon.llm.model.linears import LinearView, find_linears
+from qprecon.llm.model.linears import LinearView, find_linears, tied_parameters
 from qprecon.llm.model.unprunable import check_refused
 
 TOGETHER = 1 << 23  # bytes of masks that are unpacked at once: 64 MiB of bools, and as much beside them on the way
@@ -64,7 +64,8 @@ def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[
     Raises ValueError: nothing is pruned; a mask for no layer, of another shape, or that prunes a weight which is
     not zero; layers that are quantised or computed.
     """
-    found = [find_linears(block, model=model) for block in blocks]
+    tied = tied_parameters(model)
+    found = [find_linears(block, model=model, tied=tied) for block in blocks]
     check_refused(item for linears in found for item in linears.refused)
     views = [view for linears in found for view in linears.views]
     given = {} if masks is None else _given(views, masks)

@@ -93,7 +93,7 @@ def place(
         put = _whole if ranks.size == 1 else _in_parts
         placed = put(task, asked, few, longest, stack, ranks)
         blocks = find_blocks(placed.model)
-        stack.enter_context(all_reached(blocks, ranks.size > 1))
+        stack.enter_context(all_reached(blocks))
         activations = activation_bytes(placed.student, placed.model, len(blocks), windows[0])
         fit, memory = fit_activations(
             placed.state, placed.memory, activations, longest, -(-recovery.batch // ranks.size), recovery.checkpointing

@@ -20,6 +20,11 @@ OPTIONS_OF = {
 }  # fmt: skip
 
 
+def default_preset(update: Any) -> str:
+    """The preset where none is asked for. Who takes a published method's own weights wants that method as it was published."""
+    return "fast" if update in ("none", "own") else "balanced"
+
+
 def filled(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What of a recipe's settings is left to its preset, which gives way where its value would contradict what is asked for.
 

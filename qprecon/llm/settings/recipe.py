@@ -17,7 +17,7 @@ from qprecon.grids import Grid, find_grid
 from qprecon.grids.on_grid import METHODS, Effort
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.settings.fields import check_choice, check_options, option
-from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, filled
+from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, default_preset, filled
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
@@ -50,10 +50,10 @@ class Recipe:
         AMOUNT, aliases=("sparsity_type", "mask_structure"), metavar="N:M",
     )  # fmt: skip
     preset: str = option(
-        "fast",
-        "defaults for what is not said: fast, balanced (order, drift=0.5, residual=0.5, token_weights=0.5, "
-        "output_weights=0.5, allocation=loss), best (with the mask alps too)",
-        AMOUNT, choices=tuple(PRESETS),
+        None,
+        "defaults for what is not said: fast (one pass, every layer the same sparsity), balanced (order, drift=0.5, residual=0.5, "
+        "token_weights=0.5, output_weights=0.5, allocation=loss), best (with the mask alps too)",
+        AMOUNT, choices=tuple(PRESETS), default="balanced; fast with update=none or own",
     )  # fmt: skip
     mask: str = option(
         None,
@@ -184,6 +184,8 @@ class Recipe:
             object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.update == "adam":
             raise ValueError("update='adam' is written backend='adam' now (with update='optimal', the default)")
+        if self.preset is None:
+            object.__setattr__(self, "preset", default_preset(self.update))
         check_choice("preset", self.preset, tuple(PRESETS))
         for name, value in filled(self.settings()).items():
             object.__setattr__(self, name, value)
@@ -277,6 +279,7 @@ class Recipe:
     def stated(self) -> dict[str, Any]:
         """The settings that differ from the defaults, which are those of the preset where it has one."""
         defaults = filled(self.settings() | dict.fromkeys((*PRESETS[self.preset], *OPTIONS_OF)))
+        defaults["preset"] = default_preset(self.update)
         return {name: value for name, value in self.settings().items() if value != defaults.get(name, _plain_default(name))}
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.llm.calibration.capture import replaced_forwards
 from qprecon.llm.calibration.memory import check_host_memory, choose_store, own_copy, stored
 from qprecon.llm.calibration.replay import call_block, run_block, split_call
@@ -28,6 +29,7 @@ from qprecon.llm.statistics.over_ranks import all_portions
 TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, their weights are on the device together
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
 COST_BINS, _LOWEST, _WIDTH = 4096, -160.0, 1 / 16  # of log2(w²·energy)
+_WITHOUT = "use preset='fast', or token_weights=0, output_weights=0 and allocation='uniform', which need none"
 _FLOAT16_SCALE = 1024.0  # of the loss: many gradients are below float16's smallest numbers
 
 
@@ -71,13 +73,25 @@ def loss_gradients(
             finite = []
             for sample, hidden in enumerate(kept.pop(first)):
                 found.begin_sample(sample)
-                gradient = _backward(modules, indices, hidden, following[sample], inputs, sample)
+                with _explained(source.blocks[first].name):
+                    gradient = _backward(modules, indices, hidden, following[sample], inputs, sample)
                 finite.append(gradient.isfinite().all())  # before it is on its way to the host
                 following[sample] = stored(gradient, inputs.store)
             if not bool(torch.stack(finite).all()):
-                raise ValueError(f"{source.blocks[first].name}: the loss's gradient is not finite here; use token_weights=0")
+                raise ValueError(f"{source.blocks[first].name}: the loss's gradient is not finite here; {_WITHOUT}")
             found.end_blocks({view.name: view for index in indices for view in layers[index]})
     return gradients
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What torch says where something has no gradient, as a ValueError that names the block. Memory is another matter."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if out_of_memory(error):
+            raise
+        raise ValueError(f"{name}: the loss's gradient cannot be had here ({error}); {_WITHOUT}") from error
 
 
 def _forward(
@@ -130,7 +144,8 @@ def _head_gradients(
                     logits = source.model(input_ids=numbers, use_cache=False).logits
                     loss = nn.functional.cross_entropy(logits[0, :-1].float(), numbers[0, 1:], reduction="sum")
                     scale = _FLOAT16_SCALE if row.dtype == torch.float16 else 1.0
-                    parts += torch.autograd.grad(loss * scale, given)
+                    with _explained(source.blocks[final].name):
+                        parts += torch.autograd.grad(loss * scale, given)
             gradients.append(stored(torch.cat(parts), inputs.store))
     return gradients
 

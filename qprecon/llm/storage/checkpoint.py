@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from qprecon.llm.files.kinds import check_left_over
 from qprecon.llm.files.weight_files import WeightFiles, opened, read_headers, weight_files
@@ -110,10 +111,22 @@ def skeleton(folder: Path, shards: Shards | None, dtype: str | torch.dtype | Non
         dtype = config.dtype or _first_float(shards)
     config.dtype = dtype = as_dtype(dtype)
     with loading(f"the model in {folder}"):
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _NoRandomMeta():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()  # moving a parameter to the meta device has made another of it
     return model.eval().requires_grad_(False)
+
+
+class _NoRandomMeta(TorchFunctionMode):
+    """While open, parameters without values are not filled with random numbers, which takes torch a millisecond each."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RANDOM and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_RANDOM = {torch.Tensor.normal_, torch.Tensor.uniform_}
 
 
 def check_streamable(model: nn.Module, shards: Shards) -> list[str]:

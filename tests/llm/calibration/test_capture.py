@@ -331,7 +331,7 @@ def test_from_disk_the_refusal_comes_before_the_first_block(uses, tmp_path, monk
     monkeypatch.setattr(tf.models.llama.modeling_llama.LlamaModel, "forward", model_forward)
     pruned, prune_group = [], over_ranks.prune_group
     monkeypatch.setattr(over_ranks, "prune_group", lambda *args: pruned.append(args) or prune_group(*args))
-    arguments = dict(out=tmp_path / "out", targets="mlp", progress=False, device="cpu")
+    arguments = dict(out=tmp_path / "out", targets="mlp", progress=False, device="cpu", preset="fast")
     if uses:
         with pytest.raises(ValueError, match=r"model\.layers\.1: .* uses what another block returns"):
             prune_model(tmp_path / "dense", tokens(2), **arguments)

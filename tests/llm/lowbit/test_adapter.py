@@ -13,7 +13,7 @@ from qprecon.llm.model.linears import LinearView
 from tests.contract.families import real_layer
 from tests.llm.families import build, tokens
 
-SETTINGS = {"pattern": "2:4", "adapter_rank": 4, "progress": False}
+SETTINGS = {"pattern": "2:4", "adapter_rank": 4, "progress": False, "preset": "fast"}
 
 
 def logits(model):
@@ -44,7 +44,7 @@ def test_no_low_rank_part_is_better(monkeypatch):
 def test_the_adapter_makes_up_for_mask_and_grid(quantize):
     """Errors of the report are those with the adapter, and are smaller than without; the model computes with it."""
     plain, model = build("llama"), build("llama")
-    without = prune_model(plain, tokens(6), pattern="2:4", progress=False, **quantize)
+    without = prune_model(plain, tokens(6), pattern="2:4", preset="fast", progress=False, **quantize)
     report = prune_model(model, tokens(6), **SETTINGS, **quantize)
     assert report.mean_error("error_stored") < 0.8 * without.mean_error("error_stored")
     for row, other in zip(report.layers, without.layers, strict=True):

@@ -8,7 +8,8 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from qprecon.grids.formats import find_grid, fit_scales
+from qprecon.grids.formats import find_grid
+from qprecon.grids.scales import fit_scales
 from qprecon.llm.lowbit.compressed import configuration, packed
 
 pytest.importorskip("compressed_tensors")

@@ -98,7 +98,7 @@ def stopped_at_the_third(monkeypatch, run):
 
 def test_a_model_that_was_changed_meanwhile_is_noticed(tmp_path, monkeypatch):
     """Also where the finished block holds its weights packed, under other names than the model's."""
-    dense, settings = build("llama").to(torch.bfloat16), {"quantize": "int8", "progress": False}
+    dense, settings = build("llama").to(torch.bfloat16), {"quantize": "int8", "progress": False, "preset": "fast"}
     dense.save_pretrained(tmp_path / "dense")
     stopped_at_the_third(monkeypatch, lambda: prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings))
     with torch.no_grad():

@@ -17,7 +17,7 @@ from tests.llm.families import build, tokens
 
 
 def prune(model, samples=None, **arguments):
-    arguments = {"backend": "cholesky", "progress": False} | arguments
+    arguments = {"backend": "cholesky", "progress": False, "preset": "fast"} | arguments
     return prune_model(model, tokens(6) if samples is None else samples, **arguments)
 
 
@@ -371,15 +371,15 @@ def test_the_progress_bar_counts_layers(capsys):
 
 def test_zeros_beyond_what_was_asked_for_are_said():
     model = build("llama")
-    first = prune_model(model, tokens(4), sparsity=0.5, progress=False)
+    first = prune(model, tokens(4), sparsity=0.5)
     assert not any("more zeros" in note for note in first.warnings)
-    second = prune_model(model, tokens(4), sparsity=0.25, progress=False)
+    second = prune(model, tokens(4), sparsity=0.25)
     assert second.sparsity == pytest.approx(0.5)
     assert any("21 layers have more zeros than were asked for, first model.layers.0" in note for note in second.warnings)
 
 
 def test_a_report_prints_its_summary():
-    report = prune_model(build("llama"), tokens(4), progress=False)
+    report = prune(build("llama"), tokens(4))
     assert str(report) == report.summary() and "21 layers pruned to 50.00% zeros" in str(report)
     assert repr(report).startswith("PruneReport(21 layers, sparsity=0.5000, largest_gap=") and len(repr(report)) < 120
 

@@ -314,7 +314,7 @@ class Untouched:
         (dict(pattern="0:4"), ValueError, "pattern '0:4' would leave no weight.*keeps N of every M"),
         (dict(pattern={"q_proj": 0.5, "mlp": "0:8"}), ValueError, "pattern '0:8' would leave no weight"),
         (dict(allocation="olw"), ValueError, "allocation must be one of uniform, owl, loss.*'olw'.*'owl'"),
-        (dict(allocation_options={"lam": 0.1}), ValueError, r"allocation_options \(lam\) need allocation='owl'"),
+        (dict(allocation_options={"lam": 0.1}, preset="fast"), ValueError, r"allocation_options \(lam\) need allocation='owl'"),
         (dict(allocation="owl", allocation_options={"lamda": 1}), ValueError, "no option 'lamda'.*lam, threshold"),
         (dict(allocation="owl", allocation_options={"lam": -1}), ValueError, "OWL's lam must be a number and not negative, got -1"),
         (dict(allocation="owl", allocation_options={"threshold": "5"}), ValueError, "OWL's threshold must be a number"),

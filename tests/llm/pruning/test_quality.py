@@ -24,7 +24,7 @@ SETTINGS = [
 
 
 def prune(model, samples, **settings):
-    return prune_model(model, samples, progress=False, **({"backend": "cholesky"} | settings))
+    return prune_model(model, samples, progress=False, **({"backend": "cholesky", "preset": "fast"} | settings))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -61,7 +61,7 @@ def test_against_the_slow_way(family, settings):
 @pytest.mark.parametrize("settings", [{}, {"mask": "sparsegpt", "update": "own"}])
 def test_without_them_a_run_is_what_it_was_bit_for_bit(family, settings):
     model, other, samples = build(family), build(family), tokens(6)
-    prune_model(model, samples, progress=False, order=False, drift=0.0, token_weights=0.0, **settings)
+    prune_model(model, samples, progress=False, preset="fast", order=False, drift=0.0, token_weights=0.0, **settings)
     method, plan = Method(**settings), plan_layers(other, 0.5)
     inputs = capture_inputs(other, find_blocks(other), samples)
     for index, layers in enumerate(plan.layers):  # the loop of the paper: all layers of a block on one pass of dense weights

@@ -17,7 +17,8 @@ QUALITY = {"order": True, "drift": 0.5, "token_weights": 0.5}
 
 def prune(model, samples, **settings):
     options = {"passes": 4, "lr": 1e-3} | settings.pop("refine_options", {})
-    return prune_model(model, samples, progress=False, refine_options=options, **({"backend": "cholesky"} | settings))
+    settings = {"backend": "cholesky", "preset": "fast"} | settings
+    return prune_model(model, samples, progress=False, refine_options=options, **settings)
 
 
 def masks(model):
@@ -31,7 +32,7 @@ def test_masks_are_held_and_the_error_falls(family, refine, settings):
     if refine == "halves" and not settings:
         settings = {"order": True}
     model, other = build(family), build(family)
-    prune_model(other, tokens(64), progress=False, backend="cholesky", **settings)
+    prune_model(other, tokens(64), progress=False, backend="cholesky", preset="fast", **settings)
     report = prune(model, tokens(64), refine=refine, **settings)
     assert report.sparsity == 0.5 and report.largest_gap <= 1e-4
     (note,) = [note for note in report.warnings if note.startswith("refinement")]
@@ -50,7 +51,7 @@ def test_masks_are_held_and_the_error_falls(family, refine, settings):
 
 def test_what_does_not_help_changes_nothing():
     model, other = build("llama"), build("llama")
-    prune_model(other, tokens(8), progress=False, backend="cholesky", order=True)
+    prune_model(other, tokens(8), progress=False, backend="cholesky", preset="fast", order=True)
     prune(model, tokens(8), order=True, refine="block", refine_options={"lr": 30.0, "passes": 3})
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 

@@ -83,7 +83,7 @@ def test_other_commands_take_one_process(model, tmp_path, monkeypatch, capsys):
 
 def test_recover_is_one_run_too(model, tmp_path):
     flags = ("--calib", tmp_path / "text.txt", "--nsamples", 6, "--seqlen", 32)
-    assert main(["prune", *map(str, (model, tmp_path / "pruned", *flags)), "--quiet"]) == 0
+    assert main(["prune", *map(str, (model, tmp_path / "pruned", *flags)), "--preset", "fast", "--quiet"]) == 0
     flags = (tmp_path / "pruned", model, *flags) + ("--passes", 2, "--batch", 2, "--lr", 1e-3, "--save-masks")
     assert main(["recover", *map(str, (*flags[:2], tmp_path / "one", *flags[2:])), "--quiet"]) == 0
     codes, said, shown = launched(2, tmp_path, *flags[:2], tmp_path / "two", *flags[2:], name="recover")

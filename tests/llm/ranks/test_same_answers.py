@@ -20,12 +20,14 @@ TARGETS = {"order": True, "drift": 0.5, "token_weights": 0.5}
 def in_memory(rank, family, windows, settings):
     torch.manual_seed(rank)  # nothing may depend on a rank's own random numbers
     model = build(family)
-    report = prune_model(model, windows, progress=False, device="cpu", **({"backend": "cholesky"} | settings))
+    settings = {"backend": "cholesky", "preset": "fast"} | settings
+    report = prune_model(model, windows, progress=False, device="cpu", **settings)
     return model.state_dict(), report
 
 
 def on_disk(rank, folder, out, windows, settings):
-    return prune_model(folder, windows, out=out, progress=False, device="cpu", **({"backend": "cholesky"} | settings))
+    settings = {"backend": "cholesky", "preset": "fast"} | settings
+    return prune_model(folder, windows, out=out, progress=False, device="cpu", **settings)
 
 
 def check_alike(found, expected, tolerance=2e-5):

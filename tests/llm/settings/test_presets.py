@@ -13,16 +13,23 @@ from tests.llm.families import build, tokens
 def test_a_preset_sets_what_is_not_asked_for(name):
     recipe = Recipe(preset=name)
     assert all(getattr(recipe, key) == value for key, value in PRESETS[name].items())
-    assert recipe.stated() == ({} if name == "fast" else {"preset": name})
+    assert recipe.stated() == ({} if name == "balanced" else {"preset": name})
     other = Recipe(preset=name, mask="sparsegpt", drift=0.0, token_weights=1.0, order=False)
     assert (other.mask, other.drift, other.token_weights, other.order) == ("sparsegpt", 0.0, 1.0, False)
     assert Recipe(**other.stated()) == other and as_recipe(other, {}) == other
     assert Recipe(**recipe.complete()).settings() == recipe.complete()
 
 
-def test_fast_is_what_a_recipe_is_without_a_preset():
-    assert Recipe() == Recipe(preset="fast")
-    assert Recipe().settings()["order"] is False and Recipe().drift == 0 and Recipe().mask == "wanda"
+def test_the_preset_where_none_is_asked_for():
+    """Weights that are solved for get what pays; a published method's own weights are that method, and nothing more."""
+    assert Recipe() == Recipe(preset="balanced") and Recipe().order and Recipe().allocation == "loss"
+    for update in ("none", "own"):
+        recipe = Recipe(update=update)
+        assert recipe.preset == "fast" and recipe.stated() == {"update": update}
+        assert (recipe.order, recipe.drift, recipe.mask, recipe.allocation) == (False, 0, "wanda", "uniform")
+        assert as_recipe(recipe, {"update": "optimal"}) == Recipe()
+        assert Recipe(update=update, preset="balanced").order and Recipe(update=update, preset="balanced").token_weights == 0.5
+    assert as_recipe(Recipe(preset="fast"), {"update": "none"}).preset == "fast"
 
 
 def test_a_preset_gives_way():

@@ -168,3 +168,14 @@ def test_what_is_kept_gives_the_same_again():
     again = LossGradients.of(found.tensors(inputs.device), inputs)
     assert again.sizes == found.sizes and again.squares.keys() == found.squares.keys()
     assert all(torch.equal(again.energies[name], found.energies[name]) for name in found.energies)
+
+
+def test_a_block_without_a_gradient_is_named_with_what_helps(monkeypatch):
+    """Kernels of a model's own often have no backward pass."""
+    model = build("llama")
+    layer = model.model.layers[1]
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", torch.no_grad()(forward))
+    with pytest.raises(ValueError, match=r"model\.layers\.0: the loss's gradient cannot be had here .*preset='fast'"):
+        prune_model(model, tokens(2), progress=False)
+    assert prune_model(model, tokens(2), progress=False, preset="fast").sparsity == 0.5

@@ -7,7 +7,8 @@ import transformers as tf
 from torch import nn
 
 from qprecon import cli
-from qprecon.grids.formats import find_grid, fit_scales
+from qprecon.grids.formats import find_grid
+from qprecon.grids.scales import fit_scales
 from qprecon.llm import prune_model
 from qprecon.llm.evaluation.sparse_check import check_model, check_sparse, is_2_4
 from qprecon.llm.evaluation.sparse_products import LOW_BITS, products, why_none

@@ -40,7 +40,7 @@ def same(a, b):
 
 
 def prune(model, out=None, **arguments):
-    return prune_model(model, tokens(4), out=out, progress=False, **({"backend": "cholesky"} | arguments))
+    return prune_model(model, tokens(4), out=out, progress=False, **({"backend": "cholesky", "preset": "fast"} | arguments))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -127,7 +127,7 @@ def test_blocks_that_share_weights_are_said_to_be_dense_first(tmp_path):
     shared = sum(p.numel() for name, p in model.named_parameters() if ".shared_transformer." in name and p.ndim == 2)
     words, share = report.left_dense[0]
     assert "tied" in words and share == pytest.approx(shared / report.parameters)
-    assert share == pytest.approx(0.29, abs=0.01) and report.sparsity == pytest.approx(0.5)
+    assert share == pytest.approx(0.29, abs=0.01) and report.sparsity == pytest.approx(0.5, abs=0.002)
     assert report.model_sparsity < 0.33
     for text in (report.summary(), (tmp_path / "memory" / "README.md").read_text().partition("Pruned with")[2]):
         assert f"{share:.1%} of the model left dense" in "\n".join(text.splitlines()[:2])

@@ -1,0 +1,125 @@
+"""The first blocks of a model on a CPU, phase by phase, and what the whole model takes at that rate.
+
+    taskset -c 0,1 python benchmarks/models/cpu_blocks.py --model PATH --text calibration.txt --windows 32 --seqlen 512
+
+A named shape gets random weights (inputs/random_models.py) and random tokens. Seconds are those on the wall and those of the
+processors, which other processes disturb less. The output is written to --workdir and removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import transformers
+
+from benchmarks.inputs.random_models import SHAPES, write_random_model
+from benchmarks.layers.backends import processor
+from qprecon.llm import PruneReport, prune_model
+from qprecon.llm.calibration.texts import load_texts
+
+ONCE = ("load", "capture", "save", "write")  # phases whose time does not grow with the blocks that are pruned
+
+
+def main() -> None:
+    """Run, print, append to the results."""
+    arguments = _arguments()
+    began = time.perf_counter(), time.process_time()
+    folder = _folder(arguments)
+    config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+    blocks = min(arguments.blocks, config.num_hidden_layers)
+    made = time.perf_counter() - began[0]
+    out = Path(arguments.workdir) / "pruned"
+    wall, worked = time.perf_counter(), time.process_time()
+    report = prune_model(
+        folder, _calibration(arguments, config), nsamples=arguments.windows, seqlen=arguments.seqlen, out=out, device="cpu",
+        targets=[rf"re:.*\.layers\.({'|'.join(map(str, range(blocks)))})\."], compute_dtype=arguments.compute_dtype,
+        progress=False, resume=False,
+    )  # fmt: skip
+    wall, worked = time.perf_counter() - wall, time.process_time() - worked
+    shutil.rmtree(out)
+    run = _facts(arguments, report, wall, worked, blocks, config.num_hidden_layers)
+    print(_described(run) + f"\n  (the model was made in {made:.0f} s)")
+    path = Path(arguments.out_json)
+    runs = json.loads(path.read_text()) if path.is_file() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*runs, run], indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen2.5-0.5b", help=f"{', '.join(SHAPES)}, or a model folder")
+    parser.add_argument("--text", help="calibration text; random tokens otherwise")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--seqlen", type=int, default=512)
+    parser.add_argument("--compute-dtype", default="float32", choices=("auto", "float32", "stored"))
+    parser.add_argument("--workdir", default="/tmp/qprecon-cpu-blocks")
+    parser.add_argument("--out-json", default=str(Path(__file__).parents[1] / "results" / "cpu_blocks.json"))
+    return parser.parse_args()
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    if arguments.model not in SHAPES:
+        return Path(arguments.model)
+    config = SHAPES[arguments.model]()
+    config.num_hidden_layers, config.layer_types = arguments.blocks, None  # the others would only be copied
+    return write_random_model(config, Path(arguments.workdir) / arguments.model)
+
+
+def _calibration(arguments: argparse.Namespace, config: Any) -> Any:
+    if arguments.text:
+        return load_texts(arguments.text)
+    shape = (arguments.windows, arguments.seqlen)
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _facts(
+    arguments: argparse.Namespace, report: PruneReport, wall: float, worked: float, blocks: int, depth: int
+) -> dict[str, Any]:
+    if arguments.model in SHAPES:
+        depth = SHAPES[arguments.model]().num_hidden_layers
+    phases = dict(report.phase_seconds)
+    once = sum(phases.get(phase, 0.0) for phase in ONCE)
+    return {
+        "model": Path(arguments.model).name + (", random weights" if arguments.model in SHAPES else ""),
+        "windows": report.settings["nsamples"], "seqlen": report.settings["seqlen"], "blocks": blocks, "depth": depth,
+        "compute_dtype": report.settings["compute_dtype"], "seconds": wall, "processor_seconds": worked, "phases": phases,
+        "whole_model_seconds": once + (wall - once) * depth / blocks,
+        "whole_model_processor_seconds": worked * (once + (wall - once) * depth / blocks) / wall,
+        "iterations": {row.name: row.iterations for row in report.layers},
+        "largest_gap": report.largest_gap, "uncertified": sum(row.uncertified or 0 for row in report.layers),
+        "threads": torch.get_num_threads(), "processor": processor(), "processors": len(os.sched_getaffinity(0)),
+        "versions": report.versions, "warnings": list(report.warnings),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def _described(run: dict[str, Any]) -> str:
+    most: dict[str, int] = {}
+    for name, iterations in run["iterations"].items():
+        kind = name.rpartition(".")[2]
+        most[kind] = max(most.get(kind, 0), iterations or 0)
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in run["phases"].items() if seconds >= 0.05)
+    return "\n".join([
+        f"{run['model']}: {run['blocks']} of {run['depth']} blocks, {run['windows']} x {run['seqlen']} tokens, computed in "
+        f"{run['compute_dtype']} on {run['processors']} processors ({run['threads']} threads) of {run['processor']}",
+        f"  {run['seconds']:.1f} s, {run['processor_seconds']:.1f} s of processors; {phases}",
+        f"  the whole model at this rate: {run['whole_model_seconds'] / 60:.1f} minutes",
+        f"  iterations at most: {', '.join(f'{kind} {number}' for kind, number in most.items())}; largest gap "
+        f"{run['largest_gap']:.1e}, {run['uncertified']} columns above the tolerance",
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Fill the tables of the documentation's page on several GPUs from the committed results.
+
+    python benchmarks/tables/scaling.py            (rewrites docs/llm/scaling.md)
+    python benchmarks/tables/scaling.py --check    (exits with 1 if it says something else)
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "llm" / "scaling.md"
+
+
+def load(name: str) -> list[dict[str, Any]]:
+    """Rows of a result; none where it was not measured."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def peaks(run: dict[str, Any]) -> str:
+    """The most memory that each rank had on its card, GB."""
+    known = [facts["peak_gpu_bytes"] for facts in run["by_rank"]] or [run["peak_gpu_bytes"]]
+    return ", ".join(f"{peak / 1e9:.1f}" for peak in known)
+
+
+def pruning() -> str:
+    """One rank and several of one host, measured."""
+    rows = []
+    for result in load("scaling"):
+        first = result["runs"][0]
+        settings = ", ".join(f"{name}={value}" for name, value in result["settings"].items()) or "preset=fast"
+        for run in result["runs"]:
+            against = run.get("against_first")
+            rows.append([
+                result["model"].replace(", random weights", ""), settings, str(run["ranks"]), f"{run['seconds']:.1f}",
+                f"{run['seconds_beside_io']:.1f}", f"{first['seconds_beside_io'] / run['seconds_beside_io']:.2f}",
+                f"{per_block(first, result) / per_block(run, result):.2f}", peaks(run),
+                f"{against['identical_tensors']} of {against['tensors']}" if against else "",
+                f"{against['differing_mask_share']:.1e}" if against else "",
+            ])  # fmt: skip
+    head = ["model", "settings", "ranks", "all, s", "beside the disk, s", "times as fast", "a block", "peak GB a card"]
+    body = table([*head, "tensors with the same bits", "mask entries that differ"], rows)
+    conditions = sorted(
+        {
+            f"{run['card']}, torch {run['versions']['torch']}, {result['samples']} windows of {result['seqlen']} tokens, "
+            f"{result['date'][:10]}"
+            for result in load("scaling")
+            for run in result["runs"]
+        }
+    )
+    return f"{body}\n\n{'; '.join(conditions)}."
+
+
+def per_block(run: dict[str, Any], result: dict[str, Any]) -> float:
+    """Seconds of a block beside the disk: without what a run does once, which weighs less the more blocks there are."""
+    once = sum(run["phase_seconds"].get(phase, 0.0) for phase in ("load", "capture"))
+    return (run["seconds_beside_io"] - once) / int(re.search(r"(\d+) blocks", result["model"])[1])
+
+
+def one_card() -> str:
+    """The 70B shape on one card, measured."""
+    rows = []
+    for row in load("seventy"):
+        blocks = int(re.search(r"(\d+) blocks", row["model"])[1])
+        once = row["seconds"]["load"] + row["seconds"]["capture"]
+        each = (row["seconds_beside_io"] - once) / blocks
+        model, of_80 = row["model"].replace(", random weights", ""), f"{once + 80 * each:.0f}"
+        rows.append([
+            model, row["gpu"], f"{row['seconds_total']:.1f}", f"{row['seconds_beside_io']:.1f}", f"{each:.1f}",
+            f"{row['peak_gpu_gb']:.1f}", f"{row['peak_host_gb']:.1f}", of_80,
+        ])  # fmt: skip
+    head = ["model", "card", "all, s", "beside the disk, s", "a block, s", "peak GB", "host, GB"]
+    return table([*head, "80 blocks beside the disk, s (extrapolated)"], rows)
+
+
+def recovery() -> str:
+    """`recover` on one rank and on several, measured."""
+    rows = []
+    for result in load("recover_ranks"):
+        first = result["runs"][0]
+        for run in result["runs"]:
+            step, step_of_one = (of["phase_seconds"]["train"] / len(of["losses"]) for of in (run, first))
+            against = run.get("against_first")
+            rows.append([
+                result["model"], str(run["ranks"]), f"{step:.3f}", f"{step_of_one / step:.2f}", peaks(run),
+                f"{sum(run['memory'].values()) / 1e9:.1f}", f"{run['losses'][0]:.4f}", f"{run['losses'][-1]:.4f}",
+                *(f"{against[name]:.0e}" if against else "" for name in ("differing_mask_share", "relative_difference")),
+            ])  # fmt: skip
+    head = ["model", "ranks", "a step, s", "times as fast", "peak GB a card", "estimated GB", "first loss", "last loss"]
+    return table([*head, "mask entries that differ", "weights' relative difference"], rows)
+
+
+def scaling() -> str:
+    """Whole models on paper, by number of ranks."""
+    body = [
+        [
+            row["model"],
+            str(row["ranks"]),
+            *(f"{row['seconds'][name]:.0f}" for name in ("forward", "gram", "columns", "exchange", "all")),
+            f"{row['block']['solve_efficiency']:.0%}",
+            f"{row['memory']['card'] / 1e9:.0f} GB",
+            f"{row['memory']['host'] / 1e9:.0f} GB",
+            f"{row['memory']['disk'] / 1e9:.0f} GB",
+        ]
+        for row in load("scaling_paper")
+    ]
+    head = ["model", "ranks", "forward", "gram", "columns", "exchange", "all, s", "columns' efficiency", "a card", "host", "disk"]
+    return table(head, body)
+
+
+def scaling_block() -> str:
+    """What a block takes on paper."""
+
+    def tera(value: float) -> str:
+        return f"{value / 1e12:.1f}"
+
+    body = [
+        [
+            row["model"],
+            str(row["ranks"]),
+            *(tera(row["block"][name]) for name in ("forward_flops", "gram_flops", "column_product_flops")),
+            *(f"{row['block'][name] / 1e9:.2f}" for name in ("bytes_reduced", "bytes_broadcast")),
+        ]
+        for row in load("scaling_paper")
+        if row["ranks"] in (1, 2, 8)
+    ]
+    head = ["model", "ranks", "forward", "gram", "one product with H", "summed, GB", "sent, GB"]
+    return table(head, body) + "\n\nFlops of one rank in TFLOP, and what each rank hands to collectives, for one block."
+
+
+def sizes() -> str:
+    """What of a block must fit on one card, on paper."""
+    cards: dict[str, list[str]] = {}
+    for row in load("scaling_paper"):
+        cards.setdefault(row["model"], []).append(f"{row['memory']['card'] / 1e9:.0f}")
+    body = []
+    for row in load("scaling_paper"):
+        if row["ranks"] == 1:
+            known = row["memory"]
+            held = (known["block"], 2 * known["block"]), (known["matrix"], known["factor"])
+            block, matrices = ([f"{size / 1e9:.1f}" for size in each] for each in held)
+            body.append([row["model"], *block, f"{known['widest']:,}", *matrices, *cards[row["model"]]])
+    head = ["model", "a block in bfloat16", "in float32", "widest layer, inputs", "its H", "its factor"]
+    return table([*head, *(f"a card of {ranks}" for ranks in (1, 2, 4, 8))], body) + "\n\nIn GB."
+
+
+SECTIONS = {
+    "scaling, sizes": sizes,
+    "scaling, measured": pruning, "scaling, one card": one_card, "scaling, recovery": recovery, "scaling, block": scaling_block,
+    "scaling, models": scaling,
+}  # fmt: skip
+
+
+def main() -> int:
+    """Rewrite or check."""
+    before = after = PAGE.read_text()
+    for name, make in SECTIONS.items():
+        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.S)
+        if not pattern.search(after):
+            raise SystemExit(f"the page has no section {name!r}")
+        after = pattern.sub(lambda found, body=make(): f"{found[1]}{body}\n{found[2]}", after)
+    if "--check" in sys.argv[1:]:
+        return int(before != after)
+    PAGE.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
