@@ -118,7 +118,7 @@ def cases(device: str, processor: bool = False) -> list[Case]:
     real = [Case(path.stem, path.stem, path) for path in sorted(FIXTURES.glob("*.npz"))]
     few = [small[0], *easy[:2], *(case for case in real if case.name in ("smollm2_0_o_proj", "gemma3_8_gate_proj"))]
     kinds = ({"bounded": True}, {"rhs": True}, {"rhs": True, "bounded": True})
-    more = [case.also(**kind) for kind in kinds for case in few]
+    more = [case.also(**kind) for case in few for kind in kinds]
     return [*few, *more] if processor else [*small, *easy, *hard, *real, *more]
 
 
@@ -156,7 +156,7 @@ class Run:
         self, arguments: dict[str, Any], backend: str, setting: str, limit: float, device: str, processor: bool = False
     ) -> None:
         self.device, self.clock = device, time.process_time if processor else time.perf_counter
-        self.most = (3, 10, 0.3) if processor else (5, 25, 1.0)
+        self.most = (1, 10, 0.3) if processor else (5, 25, 1.0)
         tol, options = SETTINGS[setting]
         self.arguments = {**arguments, "backend": backend, "damping": DAMPING, "tol": tol, **options.get(backend, {})}
         self.limit, self.seconds, self.note = limit, [], None

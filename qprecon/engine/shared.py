@@ -88,7 +88,7 @@ class Shared:
         with self._lock:
             if key not in self._definite:
                 with exact_float32():
-                    self._definite[key] = key in self._inverse_factors or cholesky(self.ridged(damping, dtype)) is not None
+                    self._definite[key] = key in self._inverse_factors or cholesky(self.ridged(damping, dtype), True) is not None
             return self._definite[key]
 
     def release(self, certificate: bool, setups: bool, inverse_factors: bool) -> None:

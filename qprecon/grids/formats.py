@@ -235,6 +235,8 @@ class Rows:
 
     def nearest(self, w_BK: Array) -> Array:
         """The nearest values, each of which is its own nearest: a reader finds the code of a value by dividing it again."""
+        if not self.grid.scaled and self.grid.unit is not None:  # every scale is 1
+            return self.grid.unit.nearest(w_BK)
         values_BK = self.values(self.units(w_BK))
         if self.zero_BK is None or self.grid.bits < 8 or self.grid.scale_dtype == "float32":
             return values_BK

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..arrays import sweep
 from ..arrays.halves import Halves, has_fast_halves, multiply
-from ..arrays.interop import Array, dtype_name, kind_of, namespace
+from ..arrays.interop import Array, device_type, dtype_name, kind_of, namespace
 from ..arrays.linalg import subtract_product
 from .formats import Fitted, Grid, Rows
 from .scales import stored_scales
@@ -87,18 +87,20 @@ def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK:
     """What the weights of a block change by."""
     xp = namespace(q_BK)
     r_BK, change_BK = _copy(r_BK), xp.zeros_like(q_BK)
-    curvature_B = a_BB.diagonal()
-    for i in range(len(q_BK)):
-        curvature = curvature_B[i]
-        free_K = mask_BK[i] & (curvature > 0)
-        q_1K = q_BK[i : i + 1]
-        aim_1K = q_1K + r_BK[i : i + 1] / xp.where(curvature > 0, curvature, xp.ones_like(curvature))
-        step_K = (scales.part(slice(i, i + 1)).nearest(aim_1K) - q_1K)[0]
-        falls_K = step_K * (step_K * curvature - 2.0 * r_BK[i]) < 0  # rounding could otherwise move a weight for nothing
-        step_K = xp.where(free_K & falls_K, step_K, xp.zeros_like(step_K))
-        change_BK[i] = step_K
+    curvature_B1 = a_BB.diagonal()[:, None]
+    free_BK, divisor_B1 = mask_BK & (curvature_B1 > 0), xp.where(curvature_B1 > 0, curvature_B1, xp.ones_like(curvature_B1))
+    on_host = device_type(q_BK) == "cpu"
+    for i in range(len(q_BK)):  # a step is some ten calls: on a CPU what they cost beside the arithmetic is half of all
+        row = slice(i, i + 1)
+        q_1K, r_1K = q_BK[row], r_BK[row]
+        step_1K = scales.part(row).nearest(q_1K + r_1K / divisor_B1[row]) - q_1K
+        falls_1K = step_1K * (step_1K * curvature_B1[row] - 2.0 * r_1K) < 0  # rounding could otherwise move a weight for nothing
+        step_1K = xp.where(free_BK[row] & falls_1K, step_1K, 0.0)
+        if on_host and not step_1K.any():
+            continue
+        change_BK[row] = step_1K
         if i + 1 < len(q_BK):
-            r_BK[i + 1 :] -= a_BB[i + 1 :, i : i + 1] * step_K[None, :]
+            r_BK[i + 1 :] -= a_BB[i + 1 :, row] * step_1K
     return change_BK
 
 

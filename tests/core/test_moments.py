@@ -117,10 +117,12 @@ def test_float64_sums_of_float32_rows_are_certified_without_damping():
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_triangles(library, dtype, monkeypatch):
+@pytest.mark.parametrize("host", [6, 100])
+def test_the_triangles(library, dtype, host, monkeypatch):
     """`add_gram` may leave the lower triangle; `mirror` fills it, whatever the panels."""
     monkeypatch.setattr(sums, "_MIRRORED", 5)
     monkeypatch.setattr(sums, "PANELS_FROM", 6)
+    monkeypatch.setattr(sums, "HOST_PANELS_FROM", host)
     x = data()[0].astype(dtype)
     h = np.zeros((13, 13), dtype) if library == "numpy" else torch.zeros(13, 13, dtype=getattr(torch, dtype))
     for rows in (x[:100], x[100:]):

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
+from qprecon.arrays.linalg import cholesky
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.statistics.block_grams import BlockGrams
 
@@ -66,10 +67,10 @@ class _Damped:
     """`solve(rhs)` is (H + λI)⁻¹·rhs, float32, solved in float64 with one factor."""
 
     def __init__(self, view: LinearView, hessian_NN: torch.Tensor, damping: float):
-        damped_NN = hessian_NN.double()
+        damped_NN = hessian_NN.to(torch.float64, copy=True)
         damped_NN.diagonal().add_(damping * damped_NN.diagonal().mean())
-        self.factor_NN, failed = torch.linalg.cholesky_ex(damped_NN)
-        if int(failed):
+        self.factor_NN = cholesky(damped_NN, overwrite=True)
+        if self.factor_NN is None:
             raise ValueError(f"{view.name}: H is not positive definite with damping {damping:g}; use a larger damping, or drift=0")
 
     def __call__(self, rhs_NK: torch.Tensor) -> torch.Tensor:
