@@ -153,7 +153,7 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, Any]:
 
 def rates_of(spec: Synthetic, device: str) -> dict[str, float]:
     """Seconds of the dense operations of a solve, alone, on a piece of columns as the audit takes it."""
-    n, k = spec.n_inputs, min(spec.n_outputs, max(2**24 // spec.n_inputs, 64))
+    n, k = spec.n_inputs, min(spec.n_outputs, max(2**24 // spec.n_inputs // 64 * 64, 64))
     rank = pcg.chosen_rank(n, pcg.Options(), "cuda")
     h_NN, w_NK, _ = spec.make(device)
     wide_NN, wide_NK = h_NN.double(), w_NK.double()

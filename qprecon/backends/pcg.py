@@ -16,7 +16,6 @@ from ..arrays.interop import Array, cast, device_type, like, namespace, to_numpy
 from ..arrays.linalg import column_dots, take_columns
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._pcg import precondition as precondition
-from ._pcg import replay as replay
 from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInPieces
 from ._pcg.product import Full, chosen_precision, product
@@ -29,7 +28,8 @@ _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
 """A smaller tolerance takes the bfloat16 product a second round, from a new residual. Up to so many inputs, where an iteration is
 mostly launches, the full product gets there in one: 18 iterations at 1024 inputs and tol=1e-6 (an H200, backends_gpu.json)."""
 _FULL_WORK = 2.0**30
-"""N²K up to which the full product is taken whatever the tolerance: its float32 takes no longer than the pieces' launches."""
+"""N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
+H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
 
@@ -146,25 +146,20 @@ def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarr
 
 
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
-    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail, apply.scaled, multiply.factor)
+    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail)
     state, out, device = _State.begin(chunk, ops, apply), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
-    step, freeze = functools.partial(state.step, multiply), state.freeze_finished
-    if replay.pays(state.x_NK) and state.ops.in_place:
-        step, freeze = replay.Replayed(step, state.x_NK), replay.Replayed(freeze, state.x_NK)
     for iteration in range(1, limit + 1):
-        step()
+        state.step(multiply)
         if iteration % _CHECK_EVERY[device] and iteration != limit:
             continue
-        freeze()
-        if not bool(state.going_on):
+        if not state.freeze_finished():
             break
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
         if device == "cpu":  # on a GPU the copies would cost more than the columns
             out, state = _leave_finished(out, state)
-            step, freeze = functools.partial(state.step, multiply), state.freeze_finished
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
@@ -212,7 +207,6 @@ class _State:
     p_NK: Array
     scalars: Scalars
     finished_K: Array
-    going_on: Any = True
 
     @staticmethod
     def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
@@ -221,7 +215,7 @@ class _State:
         if xp is not np:
             r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
         scalars = Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, apply.correction(r_NK, ops), apply.inverse_diagonal_N1, scalars)
+        p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
         return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
 
     def take(self, index: Array) -> _State:
@@ -246,11 +240,10 @@ class _State:
     def step(self, multiply: Any) -> None:
         """One iteration of every active column; a finished column's step is zero."""
         self.ops.advance(self.x_NK, self.r_NK, self.p_NK, multiply(self.p_NK, self.ops), self.scalars)
-        w_NK = self.apply.correction(self.r_NK, self.ops)
-        self.ops.turn(self.x_NK, self.p_NK, self.r_NK, w_NK, self.apply.inverse_diagonal_N1, self.scalars)
+        self.ops.turn(self.p_NK, self.r_NK, self.apply.correction(self.r_NK), self.apply.inverse_diagonal_N1, self.scalars)
 
-    def freeze_finished(self) -> None:
-        """Stop the columns whose estimated gap is small enough; sets ``going_on``."""
+    def freeze_finished(self) -> bool:
+        """Stop the columns whose estimated gap is small enough; whether any is left."""
         gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
         if self.chunk.linear_NK is None:
             base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
@@ -258,9 +251,9 @@ class _State:
             base_K = self.chunk.improved_K + self.scalars.gain_K
         xp = namespace(gap_K)
         small_K = gap_K <= self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
-        self.finished_K |= small_K & (gap_K >= 0)
-        self.scalars.active_K &= ~self.finished_K
-        self.going_on = self.scalars.active_K.any()
+        self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
+        self.scalars.active_K = self.scalars.active_K & ~self.finished_K
+        return bool(self.scalars.active_K.any())
 
     def broken(self) -> Array:
         """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""

@@ -25,6 +25,7 @@ from ..arrays.linalg import column_norms, solve_lower
 from ..problem.column_qp import ColumnQP
 from .factor import Certificate, gamma, own_factor
 from .passes import TINY, fused, look
+from .triangular import BLOCKS_FROM
 
 FLOOR = 1e-6
 """Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing
@@ -170,10 +171,11 @@ def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, reach_
     error = gamma(free_NK.shape[0])
     if cert.factor_NN is None:
         return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
-    if cert.blocks is None:
+    blocks = cert.blocks if problem.n_inputs * problem.n_columns > BLOCKS_FROM else None
+    if blocks is None:
         norm_K, solving = column_norms(solve_lower(cert.factor_NN, free_NK)), error
     else:
-        norm_K, solving = column_norms(cert.blocks.solve_in_place(free_NK)), cert.blocks.error
+        norm_K, solving = column_norms(blocks.solve_in_place(free_NK)), blocks.error
     term_K = (norm_K + cert.condition**0.5 * (solving * norm_K + error * reach_K)) ** 2
     if cert.dead_N is None:
         return term_K

@@ -12,6 +12,7 @@ these is the same whatever units the inputs have: a large channel sets no scale 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,6 @@ class Certificate:
         entry: entry (i, j) of H is known to ``entry`` · √(H_ii H_jj).
         unit: a power of two near the mean of the diagonal.
         dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has other numbers there: no feasible residual does.
-        blocks: what solves with the factor by products, where that is faster.
     """
 
     root_N: Array
@@ -54,7 +54,13 @@ class Certificate:
     entry: float
     unit: float
     dead_N: Array | None = None
-    blocks: Blocks | None = None
+
+    @functools.cached_property  # made for the first problem with enough columns
+    def blocks(self) -> Blocks | None:
+        """What solves with the factor by products, where that is faster."""
+        size = 0 if self.factor_NN is None or self.dead_N is not None else size_for(self.factor_NN)
+        n = self.root_N.shape[0]
+        return blocks(self.factor_NN, self.root_N, self.condition, gamma(n), gamma(size), size) if size else None
 
 
 def certificate(hessian: Hessian) -> Certificate:
@@ -83,9 +89,7 @@ def certificate(hessian: Hessian) -> Certificate:
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
         raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain")
-    size = 0 if factor_NN is None or any_dead else size_for(factor_NN)
-    cut = blocks(factor_NN, facts["root_N"], condition, gamma(n), gamma(size), size) if size else None
-    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, blocks=cut, **facts)
+    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, **facts)
 
 
 def factor_below(shifted: Callable[[Array], Array | None], diagonal_N: Array, ridge: float = 0.0) -> tuple[Array | None, float]:

@@ -40,7 +40,7 @@ def _largest(before, x):
 
 @triton.jit
 def _residual(
-    rho_ptr, back_ptr, new_ptr, mask_ptr, root_ptr, out_ptr, found_ptr, n, k, parts, new_row, new_col, mask_row, mask_col,
+    rho_ptr, back_ptr, new_ptr, mask_ptr, root_ptr, out_ptr, found_ptr, n, k, new_row, new_col, mask_row, mask_col,
     out_row, out_col, steps, numbers_ptr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
@@ -64,7 +64,7 @@ def _residual(
         energy = _largest(energy, tl.abs(back) * root)
         new = tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
         outside = _largest(outside, tl.where(kept, 0.0, tl.abs(new)))
-    to = found_ptr + tl.program_id(0) * k + cols
+    to, parts = found_ptr + tl.program_id(0) * k + cols, tl.num_programs(0)
     tl.store(to, value, cols < k)
     tl.store(to + parts * k, steepest, cols < k)
     tl.store(to + 2 * parts * k, energy, cols < k)
@@ -90,11 +90,11 @@ def residuals(
     ``out_NK`` becomes ρ·scale, and the product becomes ρ, 0 on pruned entries.
     """
     grid, steps, (n, k) = _strips(product_NK)
-    found_4PK, parts = root_N.new_empty(4, grid[0], k), grid[0]
+    found_4PK = root_N.new_empty(4, grid[0], k)
     numbers = torch.tensor([ridge, scale], dtype=torch.float64).to(root_N.device, non_blocking=True)  # Triton would take float32
     with torch.cuda.device(product_NK.device):
         _residual[grid](
-            product_NK, back_NK, new_NK, mask_NK, root_N, out_NK, found_4PK, n, k, parts, *new_NK.stride(), *mask_NK.stride(),
+            product_NK, back_NK, new_NK, mask_NK, root_N, out_NK, found_4PK, n, k, *new_NK.stride(), *mask_NK.stride(),
             *out_NK.stride(), steps, numbers, _ROWS, _COLS,
         )  # fmt: skip
     return found_4PK[0].sum(0), *found_4PK[1:].amax(1)

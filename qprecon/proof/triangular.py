@@ -20,6 +20,8 @@ from ..arrays.interop import Array, device_type, namespace
 from ..arrays.linalg import identity, solve_lower
 
 _FROM, _LARGE = 2048, 8192  # inputs from which products are faster, and from which blocks are larger
+BLOCKS_FROM = 2**24
+"""N·K from which the inverses are worth making: at 4096 x 4096 that took an H200 about as long as they saved, 2 ms."""
 _LEAF = 64
 WORST = 1e-4
 """‖residual‖ / ‖y‖ in the norm of A⁻¹ up to which blocks are used: it is added to every bound."""

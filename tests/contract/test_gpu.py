@@ -67,57 +67,6 @@ def test_tall_factors_in_pieces(n, rank, k):
         assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
 
 
-@pytest.mark.parametrize("n, rank, k", [(600, 32, 128), (1500, 64, 130), (515, 128, 64), (300, 16, 1)])
-def test_kernels_do_what_plain_operations_do(n, rank, k):
-    """A step of every kernel, with the products by F that they make beside it."""
-    pytest.importorskip("triton")
-    from qprecon.backends._pcg.factor import Factor, FactorInPieces
-    from qprecon.backends._pcg.kernels import Fused
-    from qprecon.backends._pcg.vectors import Plain, Scalars
-
-    torch.manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
-    scales_r = torch.logspace(0, 4, rank, device="cuda")
-    factors = [FactorInPieces(draw(n, rank) * scales_r) for _ in "rp"]
-    mask_NK, inverse_N1, w_NK, q_NK = draw(n, k) > 0, draw(n, 1).abs() + 0.5, 0.1 * draw(n, k), draw(n, k)
-    start_NK, found = draw(n, k) * mask_NK, []
-    for ops, (of_r, of_p) in (
-        (Plain(mask_NK.float()), [Factor(factor.factor_Nr) for factor in factors]),
-        (Fused(mask_NK, 0, *factors), factors),
-    ):
-        scalars, r_NK, x_NK = Scalars.zeros(start_NK), start_NK.clone(), torch.zeros_like(start_NK)
-        sums = [ops.project(of_r, r_NK).clone()]
-        p_NK = ops.begin(r_NK, w_NK.clone(), inverse_N1, scalars)
-        sums.append(ops.project(of_p, p_NK).clone())
-        ops.advance(x_NK, r_NK, p_NK, 2.0 * p_NK + 0.01 * q_NK, scalars)
-        sums.append(ops.project(of_r, r_NK).clone())
-        ops.turn(x_NK, p_NK, r_NK, w_NK.clone(), inverse_N1, scalars)
-        sums.append(ops.project(of_p, p_NK).clone())
-        low_NK = ops.low(p_NK)[:n].float()
-        assert ((low_NK - p_NK).abs() <= 2.0**-8 * p_NK.abs()).all()
-        found.append([x_NK, r_NK, p_NK, scalars.rz_K, scalars.gain_K, *(each / scales_r[:, None] for each in sums)])
-    for plain, fused in zip(*found, strict=True):
-        assert (plain - fused).abs().max() < 2e-5 * plain.abs().max()
-
-
-@pytest.mark.parametrize("rank, k", [(2, 3), (32, 100), (64, 1000), (128, 37)])
-def test_inverses_of_many_small_matrices(rank, k):
-    """As exact as float32 can hold them, with numbers near 1e5 beside the identity's 1."""
-    pytest.importorskip("triton")
-    from qprecon.backends._pcg.inverses import able, inverses
-
-    torch.manual_seed(0)
-    tall_KRr = torch.randn(k, 3 * rank, rank, dtype=torch.float64) * torch.logspace(-2, 2, rank, dtype=torch.float64)
-    rows, cols = np.triu_indices(rank)
-    place_rr = torch.zeros(rank, rank, dtype=torch.int64)
-    place_rr[rows, cols] = place_rr[cols, rows] = torch.arange(len(rows))
-    half_KP = (tall_KRr.mT @ tall_KRr)[:, rows, cols].float()
-    wanted_Krr = torch.linalg.inv(half_KP[:, place_rr].double() + torch.eye(rank, dtype=torch.float64))
-    assert able(half_KP.cuda(), rank)
-    found_Krr = inverses(half_KP.cuda(), place_rr.cuda()).cpu()
-    assert ((found_Krr - wanted_Krr).abs().amax((1, 2)) < 1e-6 * wanted_Krr.abs().amax((1, 2))).all()
-
-
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_audit_in_kernels_is_that_of_plain_operations(turned, monkeypatch):
     """Every figure, of columns with an exact answer, a number where it is pruned, and one that is no number."""
@@ -144,23 +93,21 @@ def test_the_audit_in_kernels_is_that_of_plain_operations(turned, monkeypatch):
     torch.testing.assert_close(kernels.rho_NK, plain.rho_NK, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize("precision", ["full", "bf16"])
-def test_replayed_steps_are_the_steps(precision, monkeypatch):
-    """The same bits with graphs and without, also where columns end at different iterations and a second solve follows."""
-    from qprecon.backends._pcg import replay
+def test_what_storing_costs_is_bounded_by_kernels_as_by_plain_operations():
+    """dᵀAd of a rounding to bfloat16, of views of larger arrays."""
+    from qprecon.problem.hessian import Hessian
+    from qprecon.proof.passes import energies
 
-    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem(n=700, k=300))
-    mask_NK[:, ::7] = True  # which are done at once
-    prepared = qprecon.prepare(h_NN, damping=0.01)
-    solve = lambda tol: prepared.solve(w_NK, mask_NK, "pcg", tol=tol, precision=precision)  # noqa: E731
-    graphs = [solve(tol) for tol in (1e-4, 1e-5, 1e-4)]
-    limited = prepared.solve(w_NK, mask_NK, "pcg", max_iterations=4, precision=precision)
-    monkeypatch.setattr(replay, "_MOST", 0)
-    plain = [solve(tol) for tol in (1e-4, 1e-5, 1e-4)]
-    assert limited.iterations.max() == prepared.solve(w_NK, mask_NK, "pcg", max_iterations=4, precision=precision).iterations.max()
-    for with_graphs, without in zip(graphs, plain, strict=True):
-        assert torch.equal(with_graphs.weights, without.weights) and with_graphs.optimal.all()
-        assert (with_graphs.iterations == without.iterations).all()
+    h_NN, w_NK, _ = _problem(n=260, k=150)
+    device, host = (qprecon.prepare(x, damping=0.01).hessian for x in (h_NN.cuda(), h_NN))
+    assert isinstance(device, Hessian)
+    new_NK = w_NK.bfloat16().float()
+    (found_K, product_NK), (wanted_K, wanted_NK) = (
+        energies(hessian, new[:, 10:140], old[:, 10:140])
+        for hessian, new, old in ((device, new_NK.cuda(), w_NK.cuda()), (host, new_NK, w_NK))
+    )
+    torch.testing.assert_close(found_K.cpu(), wanted_K, rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(product_NK.cpu(), wanted_NK, rtol=1e-5, atol=1e-5 * float(wanted_NK.abs().max()))
 
 
 def test_pcg_of_transposed_views():

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import sys
 import types
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ import torch
 import qprecon
 from qprecon.arrays import memory
 from qprecon.arrays.interop import Place
-from qprecon.backends._pcg.factor import FactorInPieces
 
 
 def test_free_memory_is_asked_of_the_arrays_device(monkeypatch):
@@ -75,32 +73,13 @@ def test_kernels_are_launched_on_their_tensors_device(kernels):
     p_NK = fused.begin(x_NK, None, torch.ones(8, 1), scalars)
     before = len(launches)
     fused.advance(x_NK, x_NK, p_NK, x_NK, scalars)
-    fused.turn(x_NK, p_NK, x_NK, x_NK, torch.ones(8, 1), scalars)
+    fused.turn(p_NK, x_NK, x_NK, torch.ones(8, 1), scalars)
     names = [name for name, _, _ in launches[before:]]  # small layers wait for launches: one more an iteration is slower
     assert names == ["_curvature", "_alpha", "_advance", "_dot_z", "_beta", "_turn"]
     module.pieces(x_NK)
     assert {name for name, _, _ in launches} == {"_dot_z", "_beta", "_turn", "_curvature", "_alpha", "_advance", "_pieces"}
     for name, device, arguments in launches:
         assert {device} == {x.device for x in arguments if isinstance(x, torch.Tensor)}, name
-
-
-def test_products_with_factors_take_no_launches_of_their_own(kernels):
-    """They are made where r and p are, and not once more when they are asked for."""
-    module, launches = kernels
-    x_NK, mask_NK, ones_N1 = torch.ones(80, 4), torch.ones(80, 4, dtype=torch.bool), torch.ones(80, 1)
-    scalars = types.SimpleNamespace(
-        rz_K=torch.zeros(4), gain_K=torch.zeros(4), active_K=torch.zeros(4, dtype=torch.bool), iterations_K=torch.zeros(4)
-    )
-    of_r, of_p = FactorInPieces(torch.ones(80, 16)), FactorInPieces(torch.ones(80, 32))
-    fused = module.Fused(mask_NK, 0, of_r, of_p)
-    p_NK = fused.begin(x_NK, x_NK, ones_N1, scalars)
-    for _ in range(2):
-        assert fused.project(of_p, p_NK).shape == (32, 4)
-        fused.advance(x_NK, x_NK, p_NK, x_NK, scalars)
-        assert fused.project(of_r, x_NK).shape == (16, 4)
-        fused.turn(x_NK, p_NK, x_NK, x_NK, ones_N1, scalars)
-    counts = Counter(name for name, _, _ in launches)
-    assert counts == {"_advance": 2, "_dot_z": 3, "_beta": 3, "_turn": 3, "_curvature": 2, "_alpha": 2}
 
 
 @pytest.mark.gpu

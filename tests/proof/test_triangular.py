@@ -62,7 +62,9 @@ def test_a_wrong_inverse_shows_in_the_error(monkeypatch):
 def test_audits_with_blocks_are_those_without(monkeypatch):
     """Bounds differ by what the blocks claim to cost, and are never below the true gap."""
     problem, plain, w_NK = prepared(260, 1.0)
+    assert plain.blocks is None
     monkeypatch.setattr(factor, "size_for", lambda factor_NN: 64)
+    monkeypatch.setattr("qprecon.proof.audit.BLOCKS_FROM", 0)
     cut = certificate(problem.hessian)
     assert cut.blocks is not None
     best = qprecon.solve(problem.hessian_NN, w_NK, problem.mask_NK, "cholesky", damping=0.01, tol=1e-12)

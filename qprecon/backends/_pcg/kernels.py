@@ -7,18 +7,13 @@ each launch stands within ``torch.cuda.device`` of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from .factor import FactorInPieces
-
 _ROWS, _COLS, _LINE = 64, 64, 128
-_STEPS, _BUSY = 8, 528  # tiles of a strip at most; programs from which on a GPU is busy
 
 
 @triton.jit
@@ -37,54 +32,15 @@ def _curvature(p_ptr, q_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constex
 
 
 @triton.jit
-def _project(f_ptr, x, high, rest, rows, n, RANK: tl.constexpr):
-    """Add Fᵀx of a tile of x to two sums: high pieces by high pieces, and the rest, which tensor cores would else cut off."""
-    at = tl.arange(0, RANK)[:, None].to(tl.int64) * n + rows[None, :]
-    inside = rows[None, :] < n
-    f_high = tl.load(f_ptr + at, inside, 0.0)
-    f_middle = tl.load(f_ptr + RANK * n + at, inside, 0.0)
-    f_low = tl.load(f_ptr + 2 * RANK * n + at, inside, 0.0)
-    x_high = x.to(tl.bfloat16)
-    x = x - x_high.to(tl.float32)
-    x_middle = x.to(tl.bfloat16)
-    x_low = (x - x_middle.to(tl.float32)).to(tl.bfloat16)
-    high = tl.dot(f_high, x_high, high)
-    rest = tl.dot(f_high, x_middle, rest)
-    rest = tl.dot(f_middle, x_high, rest)
-    rest = tl.dot(f_middle, x_middle, rest)
-    rest = tl.dot(f_low, x_high, rest)
-    return high, tl.dot(f_high, x_low, rest)
-
-
-@triton.jit
-def _put_sums(out_ptr, sums, cols, k, RANK: tl.constexpr):
-    to = (tl.program_id(0) * RANK + tl.arange(0, RANK)[:, None]).to(tl.int64) * k + cols[None, :]
-    tl.store(out_ptr + to, sums, cols[None, :] < k)
-
-
-@triton.jit
-def _advance(
-    r_ptr, q_ptr, mask_ptr, alpha_ptr, f_ptr, out_ptr, n, k, steps,
-    RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    if RANK:
-        high = tl.zeros((RANK, COLS), tl.float32)
-        rest = tl.zeros((RANK, COLS), tl.float32)
-    for step in range(steps):
-        rows = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        at = rows[:, None].to(tl.int64) * k + cols[None, :]
-        inside = (rows < n)[:, None] & (cols < k)[None, :]
-        r = tl.load(r_ptr + at, inside, 0.0)
-        alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)[None, :]
-        kept = tl.load(mask_ptr + at, inside, 0) != 0
-        # a frozen column may hold an infinite q: 0·inf must not reach r
-        r -= tl.where(kept & (alpha != 0.0), alpha * tl.load(q_ptr + at, inside, 0.0), 0.0)
-        tl.store(r_ptr + at, r, inside)
-        if RANK:
-            high, rest = _project(f_ptr, r, high, rest, rows, n, RANK)
-    if RANK:
-        _put_sums(out_ptr, high + rest, cols, k, RANK)
+def _advance(x_ptr, r_ptr, p_ptr, q_ptr, mask_ptr, alpha_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
+    at, inside, _, cols = _tile(n, k, k, ROWS, COLS)
+    alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)
+    kept = tl.load(mask_ptr + at, inside, 0) != 0
+    p = tl.load(p_ptr + at, inside, 0.0)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + alpha * p, inside)
+    # a frozen column may hold an infinite q: 0·inf must not reach r
+    step = tl.where(kept & (alpha != 0.0), alpha * tl.load(q_ptr + at, inside, 0.0), 0.0)
+    tl.store(r_ptr + at, tl.load(r_ptr + at, inside, 0.0) - step, inside)
 
 
 @triton.jit
@@ -128,29 +84,15 @@ def _dot_z(
 
 @triton.jit
 def _turn(
-    x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, low_ptr, alpha_ptr, beta_ptr, f_ptr, out_ptr, n, k, steps,
-    HAS_W: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, low_ptr, beta_ptr, n, k,
+    HAS_W: tl.constexpr, HAS_P: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    if RANK:
-        high = tl.zeros((RANK, COLS), tl.float32)
-        rest = tl.zeros((RANK, COLS), tl.float32)
-    for step in range(steps):
-        rows = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        at = rows[:, None].to(tl.int64) * k + cols[None, :]
-        inside = (rows < n)[:, None] & (cols < k)[None, :]
-        p, _ = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows[:, None], n, HAS_W)
-        alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)[None, :]
-        beta = tl.load(beta_ptr + cols, cols < k, 0.0)[None, :]
-        before = tl.load(p_ptr + at, inside, 0.0)
-        tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + alpha * before, inside)
-        p += beta * before
-        tl.store(p_ptr + at, p, inside)
-        tl.store(low_ptr + at, p.to(tl.bfloat16), inside)
-        if RANK:
-            high, rest = _project(f_ptr, p, high, rest, rows, n, RANK)
-    if RANK:
-        _put_sums(out_ptr, high + rest, cols, k, RANK)
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    p, _ = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W)
+    if HAS_P:
+        p += tl.load(beta_ptr + cols, cols < k, 0.0) * tl.load(p_ptr + at, inside, 0.0)
+    tl.store(p_ptr + at, p, inside)
+    tl.store(low_ptr + at, p.to(tl.bfloat16), inside)
 
 
 @triton.jit
@@ -183,56 +125,36 @@ def pieces(x_NK: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def fusible(factor):
-    """The factor if its products can be made beside the vectors, or None."""
-    rank = 0 if getattr(factor, "rows_3rN", None) is None else factor.factor_Nr.shape[1]
-    return factor if rank in (16, 32, 64, 128) else None
-
-
 @dataclass(eq=False)
 class Fused:
-    """The operations of ``vectors.Plain`` as kernels; ``mask_NK`` is bool.
+    """The operations of ``_vectors.Plain`` as kernels; ``mask_NK`` is bool."""
 
-    The factors whose products with r and with p are wanted are multiplied where r and p are made, from the pieces of
-    ``factor.FactorInPieces``: neither is read again for it. x follows one step later than in ``Plain``, in ``turn``, which reads p.
-    """
-
-    in_place: ClassVar[bool] = True  # what outlives a step stays where it is
     mask_NK: torch.Tensor
     tail: int = 0
-    of_r: FactorInPieces | None = None
-    of_p: FactorInPieces | None = None
     _low_MK: torch.Tensor | None = None
-    _alpha_K: torch.Tensor | None = None
-    _sums: dict[int, torch.Tensor] = field(default_factory=dict)  # by the factor's id
-
-    def project(self, factor, x_NK):
-        """Fᵀx, (r, K); x is r or p as it is now. Before the first step r was made elsewhere."""
-        if id(factor) in self._sums:
-            return self._sums[id(factor)]
-        return factor.project(x_NK)
 
     def begin(self, r_NK, w_NK, inverse_N1, scalars):
-        (n, k), p_NK = r_NK.shape, torch.zeros_like(r_NK)
+        (n, k), p_NK = r_NK.shape, torch.empty_like(r_NK)
         self._low_MK = torch.empty(n + self.tail, k, dtype=torch.bfloat16, device=r_NK.device)
         scalars.active_K.fill_(True)
-        self._rz(r_NK, w_NK, inverse_N1, scalars)
-        zero_K = torch.zeros_like(scalars.rz_K)
-        self._direct(torch.empty_like(p_NK), p_NK, r_NK, w_NK, inverse_N1, zero_K, zero_K)
+        with torch.cuda.device(r_NK.device):
+            beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
+            self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, False)
         return p_NK
 
     def advance(self, x_NK, r_NK, p_NK, q_NK, scalars):
-        out, self._alpha_K, (n, k) = self._partial(p_NK), torch.empty_like(scalars.rz_K), p_NK.shape
+        out, alpha_K, (n, k) = self._partial(p_NK), torch.empty_like(scalars.rz_K), p_NK.shape
         with torch.cuda.device(p_NK.device):
             _curvature[self._grid(p_NK)](p_NK, q_NK, out, n, k, _ROWS, _COLS)
             _alpha[self._line(k)](
-                out, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, self._alpha_K, len(out), k, _LINE
+                out, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, alpha_K, len(out), k, _LINE
             )
-        self._step_r(r_NK, q_NK, self._alpha_K)
+            _advance[self._grid(p_NK)](x_NK, r_NK, p_NK, q_NK, self.mask_NK, alpha_K, n, k, _ROWS, _COLS)
 
-    def turn(self, x_NK, p_NK, r_NK, w_NK, inverse_N1, scalars):
-        beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
-        self._direct(x_NK, p_NK, r_NK, w_NK, inverse_N1, self._alpha_K, beta_K)
+    def turn(self, p_NK, r_NK, w_NK, inverse_N1, scalars):
+        with torch.cuda.device(r_NK.device):
+            beta_K = self._rz(r_NK, w_NK, inverse_N1, scalars)
+            self._direct(p_NK, r_NK, w_NK, inverse_N1, beta_K, True)
 
     def low(self, p_NK):
         """p in bfloat16, which ``begin`` and ``turn`` have written, and ``tail`` rows below it."""
@@ -241,48 +163,16 @@ class Fused:
     def _rz(self, r_NK, w_NK, inverse_N1, scalars):
         out, beta_K, (n, k) = self._partial(r_NK), torch.empty_like(scalars.rz_K), r_NK.shape
         w_NK, has_w = (r_NK, False) if w_NK is None else (w_NK, True)
-        with torch.cuda.device(r_NK.device):
-            _dot_z[self._grid(r_NK)](r_NK, w_NK, self.mask_NK, inverse_N1, out, n, k, has_w, _ROWS, _COLS)
-            _beta[self._line(k)](out, scalars.rz_K, scalars.active_K, beta_K, len(out), k, _LINE)
+        _dot_z[self._grid(r_NK)](r_NK, w_NK, self.mask_NK, inverse_N1, out, n, k, has_w, _ROWS, _COLS)
+        _beta[self._line(k)](out, scalars.rz_K, scalars.active_K, beta_K, len(out), k, _LINE)
         return beta_K
 
-    def _step_r(self, r_NK, q_NK, alpha_K):
-        """r −= αq on kept entries, in place, and what ``project`` gives of r."""
-        grid, steps, pieces_3rN, sums, rank = self._strips(r_NK, self.of_r)
-        with torch.cuda.device(r_NK.device):
-            _advance[grid](
-                r_NK, q_NK, self.mask_NK, alpha_K, pieces_3rN, sums, *r_NK.shape, steps, rank, _ROWS, _COLS, num_warps=8
-            )
-        self._keep(self.of_r, sums)
-
-    def _direct(self, x_NK, p_NK, r_NK, w_NK, inverse_N1, alpha_K, beta_K):
-        grid, steps, pieces_3rN, sums, rank = self._strips(r_NK, self.of_p)
+    def _direct(self, p_NK, r_NK, w_NK, inverse_N1, beta_K, has_p):
+        n, k = r_NK.shape
         w_NK, has_w = (r_NK, False) if w_NK is None else (w_NK, True)
-        with torch.cuda.device(r_NK.device):
-            _turn[grid](
-                x_NK, p_NK, r_NK, w_NK, self.mask_NK, inverse_N1, self._low_MK, alpha_K, beta_K, pieces_3rN, sums,
-                *r_NK.shape, steps, has_w, rank, _ROWS, _COLS, num_warps=8,
-            )  # fmt: skip
-        self._keep(self.of_p, sums)
-
-    def _strips(self, like_NK, factor):
-        """Grid and tiles a program, the pieces of F, and where programs leave their parts of Fᵀx."""
-        n, k = like_NK.shape
-        tiles, across = triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS)
-        steps = max(1, min(_STEPS, tiles * across // _BUSY))
-        grid = (triton.cdiv(tiles, steps), across)
-        if factor is None:
-            return grid, steps, like_NK, like_NK, 0
-        rank = factor.factor_Nr.shape[1]
-        return grid, steps, factor.rows_3rN, like_NK.new_empty(grid[0], rank, k), rank
-
-    def _keep(self, factor, sums):
-        if factor is None:
-            return
-        if id(factor) in self._sums:
-            torch.sum(sums, 0, out=self._sums[id(factor)])
-        else:
-            self._sums[id(factor)] = sums.sum(0)
+        _turn[self._grid(r_NK)](
+            p_NK, r_NK, w_NK, self.mask_NK, inverse_N1, self._low_MK, beta_K, n, k, has_w, has_p, _ROWS, _COLS
+        )
 
     def _partial(self, like_NK):
         return like_NK.new_empty((triton.cdiv(like_NK.shape[0], _ROWS), like_NK.shape[1]))

@@ -12,14 +12,12 @@ with itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace
 from ...arrays.linalg import bfloat16_parts, identity
 from .factor import Factor
-from .vectors import TRITON
 
 _OVERSAMPLING = 8
 _INNER_BYTES = 2.0**28
@@ -48,11 +46,11 @@ class Preconditioner:
     scaled: Factor | None  # D⁻¹F
     inner_Krr: Array | None  # K_j
 
-    def correction(self, residual_NK: Array, ops: Any) -> Array | None:
-        """w with C_II⁻¹r = D⁻¹r − w on kept entries; ``residual_NK`` is zero on pruned ones. ``ops``: see `vectors`."""
+    def correction(self, residual_NK: Array) -> Array | None:
+        """w with C_II⁻¹r = D⁻¹r − w on kept entries; ``residual_NK`` is zero on pruned ones."""
         if self.scaled is None:
             return None
-        v_Kr1 = ops.project(self.scaled, residual_NK).T[:, :, None]
+        v_Kr1 = self.scaled.project(residual_NK).T[:, :, None]
         return self.scaled.expand((self.inner_Krr @ v_Kr1)[:, :, 0].T)
 
     def take(self, index: Array) -> Preconditioner:
@@ -112,11 +110,6 @@ def _inner(root_Nr: Array, mask_NK: Array) -> Array:
     place = np.zeros((rank, rank), dtype=np.int64)
     place[rows, cols] = place[cols, rows] = np.arange(len(rows))
     index = like(place.reshape(-1), root_Nr)
-    if TRITON and kind_of(half) == "torch":
-        from . import inverses
-
-        if inverses.able(half, rank):
-            return inverses.inverses(half, index.view(rank, rank))
     some = max(1, int(_INNER_BYTES // (8 * rank * rank)))  # columns whose float64 matrices are in memory together
     inner_Krr = xp.empty((k, rank, rank), dtype=half.dtype, **({} if xp is np else {"device": half.device}))
     for first in range(0, k, some):

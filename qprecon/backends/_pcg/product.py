@@ -20,7 +20,6 @@ class Full:
 
     hessian_NN: Array
     tail = 0
-    factor = None
 
     def __call__(self, p_NK: Array, ops: Any) -> Array:
         return self.hessian_NN @ p_NK
@@ -42,7 +41,7 @@ class Split:
         import torch
 
         both_MK = ops.low(p_NK)
-        self.factor.stacked(ops.project(self.factor, p_NK), out=both_MK[len(p_NK) :])
+        self.factor.stacked(self.factor.project(p_NK), out=both_MK[len(p_NK) :])
         return torch.mm(self.wide_NM, both_MK, out_dtype=torch.float32)
 
 

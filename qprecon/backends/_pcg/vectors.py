@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
 from ...arrays.linalg import column_dots, take_columns
@@ -40,7 +40,6 @@ class Scalars:
 class Plain:
     """The operations with numpy or torch arrays. The mask is in the vectors' dtype; p and r are zero on pruned entries."""
 
-    in_place: ClassVar[bool] = False  # scalars are made anew in each step
     mask_NK: Array
     tail: int = 0
 
@@ -65,11 +64,7 @@ class Plain:
         scalars.gain_K = scalars.gain_K + alpha_K * scalars.rz_K
         scalars.iterations_K = scalars.iterations_K + scalars.active_K
 
-    def project(self, factor: Any, x_NK: Array) -> Array:
-        """Fᵀx, (r, K), of a `factor.Factor`; x is r or p."""
-        return factor.project(x_NK)
-
-    def turn(self, x_NK: Array, p_NK: Array, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> None:
+    def turn(self, p_NK: Array, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> None:
         """z = D⁻¹r − w on kept entries, then p = z + βp in place with β the ratio of the new rz to the old. ``w_NK`` is used up."""
         z_NK, rz_K = self._precondition(r_NK, w_NK, inverse_N1)
         beta_K = _ratio(rz_K, scalars.rz_K, scalars.active_K)
@@ -90,12 +85,12 @@ class Plain:
         return namespace(p_NK).cat([low_NK, low_NK.new_empty(self.tail, p_NK.shape[1])])
 
 
-def vectors(like_NK: Array, mask_NK: Array, tail: int = 0, of_r: Any = None, of_p: Any = None) -> Any:
-    """The operations for arrays like ``like_NK``; ``mask_NK`` is bool. ``of_r``, ``of_p``: what r and p will be projected on."""
+def vectors(like_NK: Array, mask_NK: Array, tail: int = 0) -> Any:
+    """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
     if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32":
-        from .kernels import Fused, fusible
+        from .kernels import Fused
 
-        return Fused(mask_NK.contiguous(), tail, fusible(of_r), fusible(of_p))
+        return Fused(mask_NK.contiguous(), tail)
     return Plain(cast(mask_NK, dtype_name(like_NK)), tail)
 
 
