@@ -60,7 +60,7 @@ def blocks(factor_NN: Array, root_N: Array, condition: float, gamma_n: float, ga
         if not count:
             continue
         cuts = [slice(first + i * width, first + (i + 1) * width) for i in range(count)]
-        block_Bbb = torch.stack([factor_NN[cut, cut] for cut in cuts])
+        block_Bbb = torch.stack([factor_NN[cut, cut] for cut in cuts]).tril()
         inverse_Bbb = lower_inverses(block_Bbb)
         off_Bbb = abs(identity(width, block_Bbb) - block_Bbb @ inverse_Bbb)
         off_Bbb = off_Bbb + 2.1 * gamma_b * (abs(block_Bbb) @ abs(inverse_Bbb))  # that of ``off`` itself, and that of X·t
