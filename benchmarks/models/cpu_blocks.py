@@ -97,7 +97,8 @@ def _facts(
     return {
         "model": Path(arguments.model).name + (", random weights" if arguments.model in SHAPES else ""),
         "windows": report.settings["nsamples"], "seqlen": report.settings["seqlen"], "blocks": blocks, "depth": depth,
-        "preset": arguments.preset, "compute_dtype": report.settings["compute_dtype"], "seconds": wall, "processor_seconds": worked, "phases": phases,
+        "preset": arguments.preset, "compute_dtype": report.settings["compute_dtype"],
+        "seconds": wall, "processor_seconds": worked, "phases": phases,
         "whole_model_seconds": once + (wall - once) * depth / blocks,
         "whole_model_processor_seconds": worked * (once + (wall - once) * depth / blocks) / wall,
         "iterations": {row.name: row.iterations for row in report.layers},
@@ -115,7 +116,7 @@ def _described(run: dict[str, Any]) -> str:
         most[kind] = max(most.get(kind, 0), iterations or 0)
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in run["phases"].items() if seconds >= 0.05)
     return "\n".join([
-        f"{run['model']}: {run['blocks']} of {run['depth']} blocks, {run['windows']} x {run['seqlen']} tokens, {run['preset']}, computed in "
+        f"{run['model']}: {run['blocks']} of {run['depth']} blocks, {run['windows']} x {run['seqlen']} tokens, {run['preset']}, in "
         f"{run['compute_dtype']} on {run['processors']} processors ({run['threads']} threads) of {run['processor']}",
         f"  {run['seconds']:.1f} s, {run['processor_seconds']:.1f} s of processors; {phases}",
         f"  the whole model at this rate: {run['whole_model_seconds'] / 60:.1f} minutes",
