@@ -191,6 +191,8 @@ def near(path: str | Path) -> str:
         names = [entry.name for entry in islice(os.scandir(path.parent), _LOOKED_AT)]
     except (OSError, ValueError):
         return ""
+    if path.name in names:
+        return f" (it links to {os.readlink(path)}, which is not there)" if path.is_symlink() else " (it is no file)"
     found = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"; did you mean {path.with_name(found[0])}?" if found else ""
 
@@ -223,15 +225,10 @@ def _decompressed(file: IO[bytes], found: str | None) -> Any:
     import gzip
     import io
 
-    if found == sniff.GZIP:
-        return gzip.open(file, "rb")
-    if found == sniff.BZIP2:
-        return bz2.open(file, "rb")
-    if found == sniff.XZ:
-        return lzma.open(file, "rb")
+    readers: dict[str | None, Any] = {sniff.GZIP: gzip.open, sniff.BZIP2: bz2.open, sniff.XZ: lzma.open}
     if found == sniff.ZSTD:
         return io.BufferedReader(_zstd(file))
-    return file
+    return readers[found](file, "rb") if found in readers else file
 
 
 def _zstd(file: IO[bytes]) -> Any:

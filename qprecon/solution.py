@@ -12,8 +12,8 @@ import numpy as np
 from .arrays.interop import Array, cast, dtype_name, from_core, namespace, to_core
 from .errors import NotOptimalError
 from .problem.column_qp import ColumnQP
-from .proof.audit import bounds_that_hold
 from .proof.notices import fitted_to_rounding
+from .proof.passes import bounds_that_hold
 from .status import Status
 
 

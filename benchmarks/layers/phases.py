@@ -3,9 +3,10 @@
     python benchmarks/layers/phases.py              (one GPU, about a minute)
     python benchmarks/layers/phases.py --device cpu (tiny layers, to check that the script runs)
 
-``seconds`` is the median of whole calls that nothing looks into. ``parts`` come from calls in which the device is waited for at the
-ends of each part; they are exclusive (a part does not hold those inside it), and their sum is larger than ``seconds``. Kernels,
-launches and the device's busy time come from one call under torch's profiler. ``rates`` are seconds of the dense operations alone.
+``seconds`` is the median of whole calls that nothing looks into, ``first_seconds`` the first, in which kernels may be compiled.
+``parts`` come from calls in which the device is waited for at the ends of each part; they are exclusive (a part does not hold those
+inside it), and their sum is larger than ``seconds``. Kernels, launches and the device's busy time come from one call under torch's
+profiler. ``rates`` are seconds of the dense operations alone.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, Any]:
 
 def rates_of(spec: Synthetic, device: str) -> dict[str, float]:
     """Seconds of the dense operations of a solve, alone, on a piece of columns as the audit takes it."""
-    n, k = spec.n_inputs, min(spec.n_outputs, max(2**24 // spec.n_inputs, 64))
+    n, k = spec.n_inputs, min(spec.n_outputs, max(2**24 // spec.n_inputs // 64 * 64, 64))
     rank = pcg.chosen_rank(n, pcg.Options(), "cuda")
     h_NN, w_NK, _ = spec.make(device)
     wide_NN, wide_NK = h_NN.double(), w_NK.double()
@@ -179,13 +180,17 @@ def rates_of(spec: Synthetic, device: str) -> dict[str, float]:
     return {"n": n, "k": k, "r": rank} | {name: median_seconds(run, 3) for name, run in runs.items()}
 
 
-def measured(spec: Synthetic, device: str, repeats: int) -> dict[str, Any]:
+def measured(spec: Synthetic, device: str, repeats: int, options: dict[str, Any]) -> dict[str, Any]:
     """One row."""
     h_NN, w_NK, mask_NK = spec.make(device)
-    solve = lambda: qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01, tol=1e-4)  # noqa: E731
-    seconds, solution = median_seconds(solve, repeats), solve()
+    solve = lambda: qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01, tol=1e-4, **options)  # noqa: E731
+    wait()
+    began = time.perf_counter()
+    solve()
+    wait()
+    first, seconds, solution = time.perf_counter() - began, median_seconds(solve, repeats), solve()
     return {
-        "problem": spec.name, "n": spec.n_inputs, "k": spec.n_outputs, "seconds": seconds,
+        "problem": spec.name, "n": spec.n_inputs, "k": spec.n_outputs, "seconds": seconds, "first_seconds": first,
         "timing": {name: getattr(solution.timing, name) for name in ("setup", "solve", "audit")},
         "iterations": int(solution.iterations.max()), "largest_gap": float(solution.relative_gap.max()),
         "chosen": {key: str(value) for key, value in solution.provenance.automatic.items()},
@@ -195,12 +200,18 @@ def measured(spec: Synthetic, device: str, repeats: int) -> dict[str, Any]:
 
 def show(row: dict[str, Any], rows: int) -> None:
     """A few lines."""
-    print(f"{row['problem']}: {1e3 * row['seconds']:.1f} ms, {row['iterations']} iterations, gap {row['largest_gap']:.0e}", end="")
+    print(f"{row['problem']}: {1e3 * row['seconds']:.1f} ms, first {row['first_seconds']:.1f} s", end="")
+    print(f", {row['iterations']} iterations, gap {row['largest_gap']:.0e}", end="")
     print(f", {row['launches']} launches, busy {1e3 * row['busy_seconds']:.1f} ms" if "launches" in row else "")
     parts = sorted(row["parts"].items(), key=lambda part: -part[1])
     print("  " + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in parts if seconds >= 1e-4))
     for each in row.get("top", [])[:rows]:
         print(f"    {1e3 * each['seconds']:7.2f} ms {each['launches']:4d}  {each['kernel'][:70]}")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    return key, int(value) if value.isdigit() else value
 
 
 def main() -> None:
@@ -209,6 +220,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--problem", action="append", help="part of a problem's name; repeat for several")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--option", type=_option, action="append", default=[], metavar="KEY=VALUE", help="of pcg")
     parser.add_argument("--no-rates", action="store_true", help="leave out the operations alone")
     parser.add_argument("--kernels", type=int, default=0, help="how many kernels of each layer are printed")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
@@ -216,7 +228,7 @@ def main() -> None:
     chosen = [spec for spec in (LAYERS if args.device == "cuda" else TINY) if any(p in spec.name for p in args.problem or [""])]
     rows, rates = [], []
     for spec in chosen:
-        rows.append(measured(spec, args.device, args.repeats))
+        rows.append(measured(spec, args.device, args.repeats, dict(args.option)))
         show(rows[-1], args.kernels)
         if not args.no_rates and "hard" not in spec.name:
             rates.append(rates_of(spec, args.device))

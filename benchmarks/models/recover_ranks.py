@@ -4,13 +4,15 @@
     python benchmarks/models/recover_ranks.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
 
 A random model of the named shape is written first, and a copy of it whose smallest half of every layer's weights is zero. Each run
-is started by torchrun, from disk to disk, with the same windows and the same batch.
+goes from disk to disk, with the same windows and the same batch. torchrun starts the processes once: each does a step on its own
+card first, so that all is loaded, then the first of them do the runs together, one number of ranks after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import os
 import shutil
@@ -41,16 +43,13 @@ def main() -> None:
         _one(arguments)
         return
     dense, pruned = _models(arguments)
-    runs = []
-    for size in arguments.ranks:
-        out = Path(arguments.workdir) / f"{pruned.name}-recovered-on-{size}"
-        shutil.rmtree(out, ignore_errors=True)
-        runs.append(_launched(arguments, dense, pruned, out, size))
-        print(_line(runs[-1], runs[0]), flush=True)
-        if size != arguments.ranks[0]:
-            first = Path(arguments.workdir) / f"{pruned.name}-recovered-on-{arguments.ranks[0]}"
-            runs[-1]["against_first"] = compared(first, out, torch.device("cpu"))
-            print(json.dumps(runs[-1]["against_first"]), flush=True)
+    runs = _launched(arguments, dense, pruned)
+    for run in runs:
+        print(_line(run, runs[0]), flush=True)
+        if run is not runs[0]:
+            outs = (_out(pruned, of["ranks"]) for of in (runs[0], run))
+            run["against_first"] = compared(*outs, torch.device("cuda:0" if run["card"] != "none" else "cpu"))
+            print(json.dumps(run["against_first"]), flush=True)
     result = {
         "model": dense.name, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "windows": arguments.windows, "seqlen": arguments.seqlen, "batch": arguments.batch, "passes": arguments.passes,
@@ -73,7 +72,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", help="cpu; by default each rank has its own card")
     parser.add_argument("--workdir", default="/tmp/qprecon-recover", help="for models, random and recovered")
     parser.add_argument("--out-json", default="benchmarks/results/recover_ranks.json", help="the runs are appended to this list")
-    parser.add_argument("--one", nargs=4, metavar=("DENSE", "PRUNED", "OUT", "JSON"), help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which processes show where they are, and end")
+    parser.add_argument("--one", nargs=2, metavar=("DENSE", "PRUNED"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -102,62 +102,85 @@ def _models(arguments: argparse.Namespace) -> tuple[Path, Path]:
     return dense, pruned
 
 
-def _launched(arguments: argparse.Namespace, dense: Path, pruned: Path, out: Path, size: int) -> dict[str, Any]:
-    """One run on so many ranks, in processes of its own."""
-    answer = out.with_suffix(".json")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), __file__]
-    command += ["--one", str(dense), str(pruned), str(out), str(answer), "--windows", str(arguments.windows)]
+def _out(pruned: Path, size: int) -> Path:
+    return pruned.with_name(f"{pruned.name}-recovered-on-{size}")
+
+
+def _launched(arguments: argparse.Namespace, dense: Path, pruned: Path) -> list[dict[str, Any]]:
+    """The runs, in processes of their own."""
+    most, answers = max(arguments.ranks), [_out(pruned, size).with_suffix(".json") for size in arguments.ranks]
+    for old in (*answers, *pruned.parent.glob("error-*")):
+        old.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(most), __file__]
+    command += ["--one", str(dense), str(pruned), "--windows", str(arguments.windows), "--limit", str(arguments.limit)]
     command += ["--seqlen", str(arguments.seqlen), "--batch", str(arguments.batch), "--passes", str(arguments.passes)]
-    command += ["--device", arguments.device] if arguments.device else []
-    threads = str(max(1, len(os.sched_getaffinity(0)) // size))  # torchrun would give each rank one, and a single rank all
+    command += ["--ranks", *map(str, arguments.ranks), *(["--device", arguments.device] if arguments.device else [])]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // most))  # torchrun would give each rank one
     code = subprocess.run(command, env=os.environ | {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": threads}).returncode
     if code:
-        errors = [f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(out.parent.glob(f"{out.name}.error-*"))]
-        raise SystemExit("\n".join([f"{size} ranks: exit code {code}", *errors]))
-    return json.loads(answer.read_text())
+        texts = [(path.name, path.read_text()) for path in sorted(pruned.parent.glob("error-*"))]
+        errors = [f"{name}:\n{text if len(text) < 1600 else text[:800] + ' ... ' + text[-800:]}" for name, text in texts]
+        done = [path.name for path in answers if path.is_file()]
+        raise SystemExit("\n".join([f"exit code {code}; done: {done}", *errors]))
+    return [json.loads(path.read_text()) for path in answers]
 
 
 def _one(arguments: argparse.Namespace) -> None:
-    """What each process of a run does; an error is left for the parent, which shows it last."""
-    path = Path(f"{arguments.one[2]}.error-{os.environ['RANK']}")
-    path.unlink(missing_ok=True)
-    try:
-        _recovered(arguments)
-    except Exception:
-        path.write_text(traceback.format_exc())
-        raise
+    """What each process does; an error, or where it was when its time was up, is left for the parent, which shows it last."""
+    dense, pruned = map(Path, arguments.one)
+    path, rank = pruned.parent / f"error-{os.environ['RANK']}", int(os.environ["RANK"])
+    store, _, _ = next(distributed.rendezvous("env://"))
+    with path.open("w") as file:
+        faulthandler.dump_traceback_later(arguments.limit, exit=True, file=file)
+        try:
+            _recovered(arguments, dense, pruned, pruned.parent / f"warm-{rank}", 2, 0, None)
+            for size in arguments.ranks:
+                if rank < size:
+                    _recovered(arguments, dense, pruned, _out(pruned, size), size, rank, distributed.PrefixStore(str(size), store))
+                store.add(f"done {size}", 1)
+                while store.add(f"done {size}", 0) < int(os.environ["WORLD_SIZE"]):
+                    time.sleep(0.05)
+        except Exception:
+            file.write(traceback.format_exc())
+            raise
 
 
-def _recovered(arguments: argparse.Namespace) -> None:
-    dense, pruned, out, answer = map(Path, arguments.one)
-    size, first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
+def _recovered(
+    arguments: argparse.Namespace, dense: Path, pruned: Path, out: Path, size: int, rank: int, store: Any
+) -> None:
+    """One run of `size` ranks that meet in the store; without a store a short one of this process alone, to load everything."""
     device = torch.device(arguments.device or f"cuda:{os.environ['LOCAL_RANK']}")
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    if size > 1:
-        distributed.init_process_group("nccl" if cuda else "gloo")
+    if store is not None and size > 1:
+        distributed.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
     vocabulary = transformers.AutoConfig.from_pretrained(dense).vocab_size
-    windows = torch.randint(vocabulary, (arguments.windows, arguments.seqlen), generator=torch.Generator().manual_seed(0))
+    count = arguments.windows if store is not None else 2
+    windows = torch.randint(vocabulary, (count, arguments.seqlen), generator=torch.Generator().manual_seed(0))
     if cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     report = recover(
         pruned, dense, windows, out=out, device=device, progress=False, resume=False, batch=arguments.batch,
-        passes=arguments.passes, patience=100,
+        passes=arguments.passes if store is not None else 1, patience=100,
     )  # fmt: skip
-    if first:
+    if rank == 0 and store is not None:
         own = {"peak_gpu_bytes": torch.cuda.max_memory_allocated() if cuda else None, "phase_seconds": report.phase_seconds}
-        answer.write_text(json.dumps({
+        found = {
             "ranks": size, "seconds": time.perf_counter() - started, "phase_seconds": report.phase_seconds,
             "card": torch.cuda.get_device_name() if cuda else "none", "losses": report.losses, "held_out": report.held_out,
             "perplexity_stored": report.perplexity_stored, "perplexity_before": report.perplexity_before, "memory": report.memory,
             "windows_together": report.settings["windows_together"], "checkpointing": report.settings["checkpointing"],
             "by_rank": list(report.ranks) or [own],
-        }))  # fmt: skip
-    if size > 1:
+        }  # fmt: skip
+        out.with_suffix(".json").write_text(json.dumps(found))
+    if store is not None and size > 1:
         distributed.barrier()
         distributed.destroy_process_group()
+    if store is None:
+        shutil.rmtree(out)
 
 
 def _line(run: dict[str, Any], first: dict[str, Any]) -> str:

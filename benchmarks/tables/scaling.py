@@ -87,6 +87,8 @@ def one_card() -> str:
 
 def recovery() -> str:
     """`recover` on one rank and on several, measured."""
+    if not load("recover_ranks"):
+        return "Not measured on GPUs. On processors, two and three processes give the weights of one (`tests/llm/ranks`)."
     rows = []
     for result in load("recover_ranks"):
         first = result["runs"][0]

@@ -27,6 +27,9 @@ _ALIGNMENT = 64  # columns
 _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
 """A smaller tolerance takes the bfloat16 product a second round, from a new residual. Up to so many inputs, where an iteration is
 mostly launches, the full product gets there in one: 18 iterations at 1024 inputs and tol=1e-6 (an H200, backends_gpu.json)."""
+_FULL_WORK = 2.0**30
+"""N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
+H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
 
@@ -89,8 +92,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
     space = functools.cache(lambda: sample_space.SampleSpace.of(system.hessian_NN, system.ridge, few))
 
     def solve_chunk(chunk: Chunk) -> RawColumns:
-        tight = options.precision == "auto" and chunk.tolerance < _LOW_REACHES and len(system.hessian_NN) <= _FULL_UP_TO
-        precision = "full" if tight else usual
+        precision = usual if options.precision != "auto" or not _full_is_quicker(*chunk.start_NK.shape, chunk.tolerance) else "full"
         extras = {"preconditioner": f"dc, rank {rank}" if rank else "jacobi", "precision": precision}
         if not chunk.start_NK.shape[0] or not chunk.start_NK.shape[1]:
             return RawColumns(chunk.start_NK, "converged", 0, dict(extras))
@@ -110,6 +112,11 @@ def prepare(system: System, options: Options) -> SolveChunk:
         return _repaired(system.hessian_NN, raw, chunk, broken) if shared and len(broken) else raw
 
     return solve_chunk
+
+
+def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
+    """On a GPU, than the product in pieces."""
+    return n * n * k <= _FULL_WORK or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
 
 
 def _padded(chunk: Chunk, more: int) -> Chunk:

@@ -107,6 +107,10 @@ class InProgress:
     def _replace(self, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Figures) -> None:
         """Put the answers and their figures in the places of the local columns where they are better."""
         xp, results, some = namespace(self.weights_NK), self.results, within(local, self.weights_NK)
+        if len(local) == results.weights_NK.shape[1] and better_K.all():  # as a rule in the first round
+            results.weights_NK, self.figures = answer_NK, fresh
+            results.relative_gap = self.start.relative_gap(self.problem, self.figures)
+            return
         mixed_NK = xp.where(like(better_K, answer_NK)[None, :], answer_NK, results.weights_NK[:, some])
         mixed = fresh.where(better_K, self.figures.take(local, some))
         if len(local) == results.weights_NK.shape[1]:

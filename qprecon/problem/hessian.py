@@ -99,10 +99,10 @@ class Hessian:
 
     def product(self, x_NK: Array) -> Array:
         """H·x in float64; H is widened by panels of rows, so that no float64 copy of it is kept."""
-        out_NK = namespace(x_NK).empty_like(x_NK)
+        xp, out_NK = namespace(x_NK), namespace(x_NK).empty_like(x_NK)
         for first in range(0, self.n_inputs, _PANEL):
             rows = slice(first, min(first + _PANEL, self.n_inputs))
-            out_NK[rows] = cast(self.hessian_NN[rows], "float64") @ x_NK
+            xp.matmul(cast(self.hessian_NN[rows], "float64"), x_NK, out=out_NK[rows])
         return out_NK
 
 

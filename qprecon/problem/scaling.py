@@ -70,8 +70,10 @@ class ColumnScaling:
 
     def residual(self, rho_NK: Array, unit: float) -> Array:
         """A residual that is given in units of ``unit`` to the scaled problem's: no number on the way leaves the dtype's range."""
-        dtype = dtype_name(rho_NK)
-        return rho_NK * cast(self.layer.input_N1 * (unit / self.layer.hessian_scale), dtype) / cast(self.column_1K, dtype)
+        dtype, change = dtype_name(rho_NK), unit / self.layer.hessian_scale
+        if change == 1.0 and self.layer.input_range == (1.0, 1.0):
+            return rho_NK / cast(self.column_1K, dtype)
+        return rho_NK * cast(self.layer.input_N1 * change, dtype) / cast(self.column_1K, dtype)
 
     def objective(self, f_K: Array) -> Array:
         """An objective (or a difference of two), (K,) float64, to the scaled problem's."""
@@ -83,6 +85,8 @@ class ColumnScaling:
         return dtype_name(w_NK) if numbers.tiny <= self.factor_range[0] and self.factor_range[1] <= numbers.max else "float64"
 
     def _factor(self, dtype: str) -> Array:
+        if self.layer.input_range == (1.0, 1.0):
+            return cast(self.column_1K, dtype)
         return cast(self.layer.input_N1, dtype) * cast(self.column_1K, dtype)
 
 

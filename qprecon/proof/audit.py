@@ -15,22 +15,22 @@ Rounding is counted. Where A is positive semidefinite |A_ij| ≤ √(A_ii A_jj),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..arrays.interop import Array, cast, like, namespace, to_numpy
-from ..arrays.linalg import column_dots, column_norms, masked, solve_lower
+from ..arrays.linalg import column_norms, solve_lower
 from ..problem.column_qp import ColumnQP
 from .factor import Certificate, gamma, own_factor
+from .passes import TINY, fused, look
+from .triangular import BLOCKS_FROM
 
 FLOOR = 1e-6
 """Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing
 (f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
 
-_TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
 _NEGLIGIBLE = 1e-9
 _PIECE = 2**24  # entries audited at a time; the float64 temporaries take some 80 bytes for each
 _PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
@@ -89,7 +89,8 @@ def audit(
     Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite.
     """
     n, k = weights_NK.shape
-    width = max(1, _PIECE // max(n, 1))
+    piece = 2 * _PIECE if fused(problem, weights_NK) else _PIECE  # the kernels leave a third of the temporaries
+    width = max(1, piece // max(n, 1))
     pieces = [slice(first, min(first + width, k)) for first in range(0, k, width)] or [slice(0, 0)]
     rho_NK = namespace(weights_NK).empty_like(weights_NK)
     figures = [
@@ -110,39 +111,20 @@ def _part(columns: Any, piece: slice, k: int) -> Any:
 def _audit_piece(
     problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool
 ) -> tuple[np.ndarray, ...]:
-    w_NK = cast(problem.weights_NK[:, columns], "float64")
-    new_NK = cast(weights_NK, "float64")
-    mask_NK = problem.mask_NK[:, columns]
-    back_NK = w_NK - new_NK  # −Δ
-    g_NK = problem.linear("float64", columns)
-    rho_NK = problem.damped_product(back_NK)
-    error = gamma(problem.n_inputs)
-    value_K, size_NK, constant_K = column_dots(back_NK, rho_NK), abs(back_NK), 0.0
-    mass_K = cert.root_N @ size_NK
-    reach_K, rounding_K = mass_K, 2.0 * error * mass_K**2
-    if g_NK is not None:
-        value_K = value_K + 2.0 * column_dots(back_NK, g_NK)
-        reach_K = mass_K + cert.root_N @ abs(w_NK)  # g = b − Hw is rounded too
-        rounding_K = 2.0 * error * (mass_K * reach_K + column_dots(size_NK, abs(g_NK)))
-        constant_K = -column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
-        constant_K = constant_K if problem.constant_K is None else problem.constant_K[columns] + constant_K
-        rho_NK = rho_NK + g_NK
-    namespace(rho_NK).multiply(rho_NK, 1.0 / cert.unit, out=rho_out_NK)
-    free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
-    gap_K = np.inf + price_K
+    seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK), problem.mask_NK[:, columns]
+    gap_K = np.inf + seen.price_K
     if certify:
-        gap_K = (1.0 + 4.0 * error) * (price_K + _quadratic_term(problem, cert, free_NK, reach_K, mask_NK))
-    if g_NK is None:
-        gap_K = _at_most_f(cert, gap_K, value_K, rounding_K, mass_K)
-    stationarity_K = _largest_scaled(free_NK, cert)
-    lost_K = _underflown(stationarity_K)
-    if bool((abs(value_K) < _TINY).any()):
-        lost_K = lost_K | _underflown(_largest_energy(back_NK, cert))
+        quadratic_K = _quadratic_term(problem, cert, seen.free_NK, seen.reach_K, mask_NK)
+        gap_K = (1.0 + 4.0 * gamma(problem.n_inputs)) * (seen.price_K + quadratic_K)
+    if problem.rhs_NK is None:
+        gap_K = _at_most_f(cert, gap_K, seen.value_K, seen.rounding_K, seen.mass_K)
     xp = namespace(gap_K)
+    lost_K = _underflown(seen.stationarity_K) | ((abs(seen.value_K) < TINY).any() & _underflown(seen.energy_K))
     gap_K = xp.where(lost_K | (gap_K != gap_K), xp.full_like(gap_K, np.inf), gap_K)
-    objective_K = value_K + constant_K
-    figures = (objective_K, gap_K, stationarity_K, _violation(problem, weights_NK, mask_NK, columns), value_K, rounding_K, mass_K)
-    return tuple(to_numpy(figure) for figure in figures)
+    figures = (
+        seen.value_K + seen.constant_K, gap_K, seen.stationarity_K, seen.violation_K, seen.value_K, seen.rounding_K, seen.mass_K
+    )
+    return tuple(to_numpy(xp.stack([cast(figure, "float64") for figure in figures])))  # one look at the device
 
 
 def _at_most_f(cert: Certificate, gap_K: Array, value_K: Array, rounding_K: Array, mass_K: Array) -> Array:
@@ -184,44 +166,17 @@ def relative_gap(
     return np.where(np.isnan(ratio_K), np.inf, ratio_K)
 
 
-def _split(
-    problem: ColumnQP, rho_NK: Array, new_NK: Array, mask_NK: Array, cert: Certificate, columns: Any
-) -> tuple[Array, Array]:
-    """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too."""
-    xp = namespace(rho_NK)
-    free_NK = masked(rho_NK, mask_NK)
-    if not problem.has_bounds:
-        return free_NK, rho_NK[:0].sum(0)
-    zero_NK = price_NK = xp.zeros_like(rho_NK)
-    for takes_NK, cost_NK in bounds_that_hold(problem, rho_NK, new_NK, cert.root_N[:, None] ** 2, columns):
-        free_NK = xp.where(takes_NK & mask_NK, zero_NK, free_NK)
-        price_NK = xp.where(takes_NK & mask_NK, cost_NK, price_NK)
-    return free_NK, price_NK.sum(0)
-
-
-def bounds_that_hold(
-    problem: ColumnQP, rho_NK: Array, new_NK: Array, diagonal_N1: Array, columns: Any = slice(None)
-) -> Iterator[tuple[Array, Array]]:
-    """Of the upper and the lower bounds, where they take the residual ρ, (N, K) bool, and what that costs, 2ρ(bound − ŵ).
-
-    Any choice makes a valid certificate: a bound takes ρ where that is cheaper than the quadratic term's own estimate ρ²/A_ii.
-    """
-    for bound_NK, sign in ((problem.upper_NK, 1.0), (problem.lower_NK, -1.0)):
-        if bound_NK is None:
-            continue
-        slack_NK = sign * (cast(bound_NK[:, columns], "float64") - new_NK)
-        with np.errstate(invalid="ignore"):  # 0·∞, where there is no bound: NaN takes nothing
-            cost_NK = 2.0 * sign * rho_NK * slack_NK
-            yield (sign * rho_NK > 0) & (slack_NK >= 0) & (cost_NK * diagonal_N1 <= rho_NK * rho_NK), cost_NK
-
-
 def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: Array, mask_NK: Array) -> Array:
-    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
+    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had. ``free_NK`` may be used up."""
     error = gamma(free_NK.shape[0])
     if cert.factor_NN is None:
         return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
-    norm_K = column_norms(solve_lower(cert.factor_NN, free_NK))
-    term_K = (norm_K + error * cert.condition**0.5 * (norm_K + reach_K)) ** 2
+    blocks = cert.blocks if problem.n_inputs * problem.n_columns > BLOCKS_FROM else None
+    if blocks is None:
+        norm_K, solving = column_norms(solve_lower(cert.factor_NN, free_NK)), error
+    else:
+        norm_K, solving = column_norms(blocks.solve_in_place(free_NK)), blocks.error
+    term_K = (norm_K + cert.condition**0.5 * (solving * norm_K + error * reach_K)) ** 2
     if cert.dead_N is None:
         return term_K
     xp = namespace(free_NK)  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded
@@ -263,32 +218,6 @@ def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> fl
     return (norm + condition**0.5 * (error * norm + noise)) ** 2
 
 
-def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
-    """max over the free entries of |s_i| / √A_ii, (K,): the square root of an objective."""
-    xp = namespace(cert.root_N)
-    scale_N = xp.where(cert.root_N > 0, cert.root_N, xp.ones_like(cert.root_N))
-    if free_NK.shape[0] == 0:
-        return free_NK.sum(0)
-    return column_norms(free_NK / scale_N[:, None], np.inf)
-
-
-def _largest_energy(back_NK: Array, cert: Certificate) -> Array:
-    """max over all entries of |Δ_i| · √A_ii, (K,): the square root of an objective."""
-    if back_NK.shape[0] == 0:
-        return back_NK.sum(0)
-    return column_norms(back_NK * cert.root_N[:, None], np.inf)
-
-
 def _underflown(root_K: Array) -> Array:
     """Where a quantity is not zero but its square leaves float64's range: an objective of 0 then proves nothing."""
     return (root_K > 0) & (root_K < 1e-150)
-
-
-def _violation(problem: ColumnQP, weights_NK: Array, mask_NK: Array, columns: Any) -> Array:
-    """Largest distance from the feasible set, in units of the weights, (K,)."""
-    if weights_NK.shape[0] == 0:
-        return weights_NK.sum(0)
-    if not problem.has_bounds:
-        return column_norms(weights_NK * ~mask_NK, np.inf)
-    new_NK = cast(weights_NK, "float64")
-    return column_norms(new_NK - problem.clip(new_NK, columns), np.inf)

@@ -12,6 +12,7 @@ these is the same whatever units the inputs have: a large channel sets no scale 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
 from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
 from ..problem.hessian import ENTRY, Hessian
+from .triangular import Blocks, blocks, size_for
 
 UNIT = 2.0**-53  # unit roundoff of float64
 _STEPS = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 0.0)  # trial shifts in units of the diagonal; 0 stands for the least that proves anything
@@ -52,6 +54,13 @@ class Certificate:
     entry: float
     unit: float
     dead_N: Array | None = None
+
+    @functools.cached_property  # made for the first problem with enough columns
+    def blocks(self) -> Blocks | None:
+        """What solves with the factor by products, where that is faster."""
+        size = 0 if self.factor_NN is None or self.dead_N is not None else size_for(self.factor_NN)
+        n = self.root_N.shape[0]
+        return blocks(self.factor_NN, self.root_N, self.condition, gamma(n), gamma(size), size) if size else None
 
 
 def certificate(hessian: Hessian) -> Certificate:

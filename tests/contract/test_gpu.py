@@ -30,14 +30,15 @@ def _same_optimum(solution, h_NN, w_NK, mask_NK, **more):
 @pytest.mark.parametrize("width", [1, 7, 64, 200])
 def test_pcg_at_odd_widths(width):
     h_NN, w_NK, mask_NK = _problem(k=width)
-    solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01)
-    assert solution.provenance.automatic["precision"] == "bf16"
-    _same_optimum(solution, h_NN, w_NK, mask_NK)
+    for precision, expected in (("bf16", "bf16"), ("auto", "full")):  # a layer this small is mostly launches
+        solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, precision=precision)
+        assert solution.provenance.automatic["precision"] == expected
+        _same_optimum(solution, h_NN, w_NK, mask_NK)
 
 
 def test_pcg_at_a_small_tolerance_needs_no_second_round():
     """The residual of bfloat16 products is good to some 1e-6 only."""
-    h_NN, w_NK, mask_NK = _problem(n=1024, k=128)
+    h_NN, w_NK, mask_NK = _problem(n=1024, k=1100)
     usual, tight = (qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, tol=tol) for tol in (1e-4, 1e-6))
     assert (usual.provenance.automatic["precision"], tight.provenance.automatic["precision"]) == ("bf16", "full")
     assert tight.optimal.all() and tight.iterations.max() < 2 * usual.iterations.max()
@@ -64,6 +65,49 @@ def test_tall_factors_in_pieces(n, rank, k):
     factor, wide_Nr = FactorInPieces(factor_Nr), factor_Nr.double()
     for found, left, right in ((factor.project(x_NK), wide_Nr.T, x_NK.double()), (factor.expand(t_rK), wide_Nr, t_rK.double())):
         assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_audit_in_kernels_is_that_of_plain_operations(turned, monkeypatch):
+    """Every figure, of columns with an exact answer, a number where it is pruned, and one that is no number."""
+    from qprecon.proof import passes
+    from qprecon.proof.audit import audit
+
+    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem(n=300, k=150))
+    new_NK = w_NK * mask_NK + 0.01 * mask_NK * torch.randn_like(w_NK)
+    new_NK[:, 3], new_NK[0, 4] = 0.0, torch.nan
+    new_NK[mask_NK[:, 5].logical_not().nonzero()[0], 5] = 1e-3
+    if turned:
+        w_NK, mask_NK, new_NK = (x.T.contiguous().T for x in (w_NK, mask_NK, new_NK))
+    prepared = qprecon.prepare(h_NN, damping=0.01)
+    problem = prepared.problem(w_NK, mask_NK)
+    cert = prepared._at(problem.place).certificate
+    assert passes.fused(problem, new_NK) or not passes.TRITON
+    kernels = audit(problem, cert, new_NK[:, 2:130], slice(2, 130))
+    monkeypatch.setattr(passes, "TRITON", False)
+    plain = audit(problem, cert, new_NK[:, 2:130], slice(2, 130))
+    assert np.isinf(kernels.gap_bound[2]) and kernels.violation[3] == np.float32(1e-3)
+    kept = np.arange(128) != 2
+    for name in ("objective", "gap_bound", "stationarity", "violation", "value", "rounding", "mass"):
+        np.testing.assert_allclose(getattr(kernels, name)[kept], getattr(plain, name)[kept], rtol=1e-9, atol=1e-12, err_msg=name)
+    torch.testing.assert_close(kernels.rho_NK, plain.rho_NK, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+def test_what_storing_costs_is_bounded_by_kernels_as_by_plain_operations():
+    """dᵀAd of a rounding to bfloat16, of views of larger arrays."""
+    from qprecon.problem.hessian import Hessian
+    from qprecon.proof.passes import energies
+
+    h_NN, w_NK, _ = _problem(n=260, k=150)
+    device, host = (qprecon.prepare(x, damping=0.01).hessian for x in (h_NN.cuda(), h_NN))
+    assert isinstance(device, Hessian)
+    new_NK = w_NK.bfloat16().float()
+    (found_K, product_NK), (wanted_K, wanted_NK) = (
+        energies(hessian, new[:, 10:140], old[:, 10:140])
+        for hessian, new, old in ((device, new_NK.cuda(), w_NK.cuda()), (host, new_NK, w_NK))
+    )
+    torch.testing.assert_close(found_K.cpu(), wanted_K, rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(product_NK.cpu(), wanted_NK, rtol=1e-5, atol=1e-5 * float(wanted_NK.abs().max()))
 
 
 def test_pcg_of_transposed_views():

@@ -35,9 +35,9 @@ def count(monkeypatch):
     seen = {"cholesky": 0, "prepare": []}
     real_cholesky, real_load = factor_module.cholesky, registry.load
 
-    def cholesky(a_NN):
+    def cholesky(a_NN, overwrite=False):
         seen["cholesky"] += 1
-        return real_cholesky(a_NN)
+        return real_cholesky(a_NN, overwrite)
 
     def load(record, options):
         loaded = real_load(record, options)
@@ -104,7 +104,7 @@ def test_released_things_are_made_again(count):
 def test_the_inverse_factor_is_made_once_a_damping(monkeypatch):
     made = []
     real = shared_module.upper_inverse_factor
-    monkeypatch.setattr(shared_module, "upper_inverse_factor", lambda a: made.append(a.dtype.name) or real(a))
+    monkeypatch.setattr(shared_module, "upper_inverse_factor", lambda a, *more: made.append(a.dtype.name) or real(a, *more))
     prepared = qprecon.prepare(H, damping=0.02)
     for damping, dtype in ((0.01, "float32"), (0.01, "float32"), (None, "float32"), (0.02, "float32"), (0.01, "float64")):
         factor = prepared.inverse_factor(damping, dtype)
@@ -121,7 +121,7 @@ def test_the_inverse_factor_is_made_once_a_damping(monkeypatch):
 
 def test_definiteness_is_asked_once_a_damping_and_dtype(monkeypatch):
     made, real = [], shared_module.cholesky
-    monkeypatch.setattr(shared_module, "cholesky", lambda a: made.append(a.dtype.name) or real(a))
+    monkeypatch.setattr(shared_module, "cholesky", lambda a, *more: made.append(a.dtype.name) or real(a, *more))
     singular = np.diag([1.0, 0.0, 2.0])
     prepared = qprecon.prepare(singular, damping=0.01)
     for _ in range(2):

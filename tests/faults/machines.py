@@ -22,7 +22,7 @@ from .runs import ROOT, Ended, Models, Tally, make_models, quiet_environment
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # Extras that are small, with the backend that each brings; those with torch are tried with the campaign's own Python only.
 LIGHT = {"": None, "osqp": "osqp", "piqp": "piqp", "clarabel": "clarabel", "cvxpy": "cvxpy", "mpax": "mpax", "report": None}
-HEAVY = ("torch", "llm", "quantize")
+HEAVY = {"torch": "", "llm": "torch", "quantize": "llm"}  # extra -> one whose environment it starts from, as it brings all of it
 _INSTALLING = 900.0
 _COMMANDS = ("prune", "recover", "eval", "report", "check-sparse", "solve", "backends", "demo")
 _C = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -46,6 +46,8 @@ def new_machines(folder: Path, tally: Tally) -> None:
         own = version == ".".join(map(str, sys.version_info[:2]))
         for extra in (*LIGHT, *(HEAVY if own else ())):
             _installed(python, version, extra, wheel, folder, tally)
+        for place in folder.glob(f"venv-{version}-*"):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def interpreters(versions: tuple[str, ...] = PYTHONS) -> Iterator[tuple[str, Path]]:
@@ -73,46 +75,48 @@ def _problem(path: Path) -> None:
 
 def _installed(python: Path, version: str, extra: str, wheel: Path, folder: Path, tally: Tally) -> None:
     place, name = folder / f"venv-{version}-{extra}", f"Python {version} with {extra or 'no extra'}"
-    try:
+    if extra:  # what pip installs without the extra is there already; its files are shared, not copied
+        shutil.copytree(folder / f"venv-{version}-{HEAVY.get(extra, '')}", place, symlinks=True, copy_function=os.link)
+    else:
         _run([str(python), "-m", "venv", "--without-pip", str(place)], _INSTALLING, check=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python")]
-        install = [*pip, "install", "-q", f"{wheel}[{extra}]" if extra else str(wheel)]
-        if (ended := _run(install, _INSTALLING)).code != 0:
-            tally.counts["environments that pip cannot make"] += 1
-            tally.counts[f"pip: Python {version} with {extra or 'no extra'}"] += 1
-            return
-        tally.counts[f"environments with Python {version}"] += 1
-        for what, codes, said, command in _trials(place, extra, folder):
-            ended = _run(command, 120.0, cwd=folder)
-            if (wrong := ended.wrong(*codes)) is not None:
-                tally.fault(f"{name}: {what}", wrong)
-            elif said not in ended.out + ended.err:
-                tally.fault(f"{name}: {what}", f"no {said!r} in {(ended.out + ended.err)[-300:]!r}")
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python")]
+    install = [*pip, "install", "-q", "--no-compile", f"{wheel}[{extra}]" if extra else str(wheel)]
+    if (ended := _run(install, _INSTALLING)).code != 0:
+        tally.counts["environments that pip cannot make"] += 1
+        tally.counts[f"pip: Python {version} with {extra or 'no extra'}"] += 1
+        return
+    tally.counts[f"environments with Python {version}"] += 1
+    for what, codes, said, command in _trials(place, extra, folder):
+        ended = _run(command, 120.0, cwd=folder)
+        tally.counts["commands run in them"] += 1
+        if (wrong := ended.wrong(*codes)) is not None:
+            tally.fault(f"{name}: {what}", wrong)
+        elif said not in ended.out + ended.err:
+            tally.fault(f"{name}: {what}", f"no {said!r} in {(ended.out + ended.err)[-300:]!r}")
 
 
 def _trials(place: Path, extra: str, folder: Path) -> Iterator[tuple[str, tuple[int, ...], str, list[str]]]:
     """What is tried: its name, the exit codes that are right, what must be said, the command."""
-    python, command = str(place / "bin" / "python"), str(place / "bin" / "qprecon")
+    python = str(place / "bin" / "python")
+    run = [python, "-m", "qprecon"] if extra else [str(place / "bin" / "qprecon")]  # a script names its first place
     yield "import", (0,), "0.", [python, "-W", "error", "-c", "import qprecon, qprecon.llm; print(qprecon.__version__)"]
     for name in _COMMANDS if not extra else ():
-        yield f"{name} --help", (0,), f"usage: qprecon {name}", [command, name, "--help"]
-    yield "backends", (0,), "cholesky", [command, "backends"]
+        yield f"{name} --help", (0,), f"usage: qprecon {name}", [*run, name, "--help"]
+    yield "backends", (0,), "cholesky", [*run, "backends"]
     problem, solved = str(folder / "problem.npz"), str(folder / "solved.npz")
     for backend in ("cholesky", LIGHT.get(extra)):
         if backend is not None:
-            line = [command, "solve", problem, "-o", solved, "--backend", backend, "--damping", "0.01"]
+            line = [*run, "solve", problem, "-o", solved, "--backend", backend, "--damping", "0.01"]
             yield f"solve with {backend}", (0,), "5 of 5 columns certified", line
     if extra in LIGHT:
-        yield "prune without torch", (2,), "qprecon[llm]", [command, "prune", str(folder), str(folder / "out")]
+        yield "prune without torch", (2,), "qprecon[llm]", [*run, "prune", str(folder), str(folder / "out")]
     else:
         missing = "no config.json" if extra != "torch" else "qprecon[llm]"
-        yield "prune of no model", (2,), missing, [command, "prune", str(folder), str(folder / "out"), "--calib", "builtin"]
+        yield "prune of no model", (2,), missing, [*run, "prune", str(folder), str(folder / "out"), "--calib", "builtin"]
     if extra != "report":
-        yield "report", (2,), "", [command, "report", str(folder)]
+        yield "report", (2,), "", [*run, "report", str(folder)]
     else:
-        yield "report", (2,), "so qprecon did not write it", [command, "report", str(folder)]
+        yield "report", (2,), "so qprecon did not write it", [*run, "report", str(folder)]
 
 
 def odd_homes(folder: Path, tally: Tally) -> None:

@@ -51,6 +51,15 @@ def file_documents(path: Path) -> list[str]:
         return ["".join(head) + file.read()]
 
 
+def half_character(text: str) -> str | None:
+    r"""The first half of a surrogate pair in a text, which JSON can write (\ud800) and no tokenizer takes; else None."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None
+
+
 def is_rows(path: Path) -> bool:
     """Whether a name is one of lines of JSON or of a table."""
     return _ending(path) in (*_LINES, *_TABLES)
@@ -115,10 +124,11 @@ def _parsed(line: str) -> Any:
 
 
 def _text_of(path: Path, place: str, row: Any) -> str:
-    if isinstance(row, str):
-        return row
-    if isinstance(row, dict) and isinstance(row.get("text"), str):
-        return row["text"]
+    text = row.get("text") if isinstance(row, dict) else row
+    if isinstance(text, str):
+        if (half := half_character(text)) is not None:
+            raise BadFileError(f"{path}, {place}: {half!a} in the text is half of a character, as cutting UTF-16 leaves it")
+        return text
     if isinstance(row, dict) and "text" in row:
         raise BadFileError(f'{path}, {place}: "text" is no string but {row["text"]!r:.40}')
     has = f"; it has {', '.join(map(repr, list(row)[:8]))}" if isinstance(row, dict) else f", it is {row!r:.40}"

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from qprecon.llm.calibration.documents import half_character
+
 PIECE, OVERLAP = 2**19, 2**14  # characters
 _ALIKE = 128  # tokens on which two pieces must agree where they are joined
 _TOGETHER = 8  # pieces that the tokenizer may work on at a time, each on a core of its own
@@ -23,7 +25,12 @@ _TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens tha
 
 
 def token_stream(text: str, tokenizer: Any, special_tokens: bool = False) -> torch.Tensor:
-    """The tokens of a text, int64 (T,); `special_tokens`: with those that the tokenizer adds of its own accord."""
+    """The tokens of a text, int64 (T,); `special_tokens`: with those that the tokenizer adds of its own accord.
+
+    ValueError for what is no text in any encoding.
+    """
+    if (half := half_character(text)) is not None:
+        raise ValueError(f"{half!a} in a text is half of a character (a surrogate), which no tokenizer takes")
     found = None
     if len(text) > 2 * PIECE and not special_tokens and getattr(tokenizer, "is_fast", False):
         found = _in_pieces(text, tokenizer)

@@ -39,7 +39,7 @@ def config_facts(folder: Path, model: str) -> dict[str, Any]:
         read_json(generation)  # transformers goes on without it where it is damaged
     kind = facts.get("model_type")
     known = transformers.CONFIG_MAPPING
-    if kind is not None and kind in known:
+    if isinstance(kind, str) and kind in known:
         return facts
     code = facts.get("auto_map")
     if isinstance(code, dict) and code:
@@ -52,6 +52,14 @@ def config_facts(folder: Path, model: str) -> dict[str, Any]:
         raise BadFileError(f"{path} has no model_type, so it does not say what kind of model this is")
     version = transformers.__version__
     raise ValueError(f"{path}: model_type {kind!r} is unknown to transformers {version}; a newer version may know it")
+
+
+def _check_layers(folder: Path, config: Any, tensors: int) -> None:
+    """ValueError for a configuration with more layers than the files hold tensors; building those would take hours."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > tensors:
+        raise ValueError(f"{folder / 'config.json'}: num_hidden_layers is {layers:,}, and the files hold {tensors:,} tensors")
 
 
 def check_causal(model: str, config: Any) -> None:
@@ -111,10 +119,11 @@ def quantised_by(config: Any) -> str | None:
 
 
 def check_kinds(folder: Path, stored: Mapping[str, Mapping[str, str]], config: Any) -> None:
-    """ValueError for weights of 8 bits or fewer where the configuration has no `quantization_config`.
+    """ValueError for weights of 8 bits or fewer where the configuration has no `quantization_config`; for fewer than it has layers.
 
     stored: file -> name -> dtype, in the words of safetensors or torch.
     """
+    _check_layers(folder, config, sum(map(len, stored.values())))
     if getattr(config, "quantization_config", None) is not None:
         return
     scales = [name for names in stored.values() for name in names if is_scale(name)]

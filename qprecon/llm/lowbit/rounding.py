@@ -19,7 +19,7 @@ from qprecon.grids.formats import Fitted, Grid
 from qprecon.grids.rounding import descend
 from qprecon.llm.lowbit.grid import grid_of
 from qprecon.llm.model.linears import LinearView
-from qprecon.proof.factor import gamma
+from qprecon.proof.passes import energies
 
 if TYPE_CHECKING:
     from qprecon.llm.settings.recipe import Recipe
@@ -106,7 +106,7 @@ def _as_floats(
     stored_NK = fitted.nearest(best_NK)
     if not bool((best_NK.abs() <= grid.largest).all()):
         return Stored(best_NK)  # it will not fit, and is refused with the layer's name
-    square_K, product_NK = _moved(prepared, stored_NK - best_NK)
+    square_K, product_NK = _moved(prepared, stored_NK, best_NK)
     loss_K = square_K / np.maximum(solution.objective, np.finfo(np.float64).tiny)
     worst = np.argsort(-loss_K, kind="stable")[: math.ceil(most * len(loss_K))]
     worst = np.sort(worst[loss_K[worst] > _WORTH])
@@ -115,7 +115,7 @@ def _as_floats(
         with exact_float32():
             a_NN, residual_NK = prepared.hessian.damped("float32"), -product_NK[:, some]
             q_NK, _ = descend(a_NN, fitted, stored_NK[:, some], residual_NK, mask_NK[:, some], sweeps=2)
-        again_K, _ = _moved(prepared, q_NK - best_NK[:, some])
+        again_K, _ = _moved(prepared, q_NK, best_NK[:, some])
         better_K = again_K < square_K[worst]
         square_K[worst] = np.where(better_K, again_K, square_K[worst])
         stored_NK[:, some] = torch.where(torch.as_tensor(better_K, device=some.device), q_NK, stored_NK[:, some])
@@ -123,14 +123,8 @@ def _as_floats(
     return Stored(stored_NK, None, solution.objective - solution.gap_bound + gap_K, gap_K)
 
 
-def _moved(prepared: qprecon.PreparedHessian, d_NK: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """dᵀAd of each column, (K,) float64, rounding counted, and Ad, (N, K) float32."""
-    out_NK, squares = torch.empty_like(d_NK), []
-    root_N = (prepared.hessian.hessian_NN.diagonal().double() + prepared.ridge).sqrt()
-    for first in range(0, d_NK.shape[1], _PANEL):
-        panel = slice(first, first + _PANEL)
-        d_NP = d_NK[:, panel].double()
-        product_NP = prepared.hessian.damped_product(d_NP)
-        out_NK[:, panel] = product_NP
-        squares.append((d_NP * product_NP).sum(0).clamp(min=0) + 2.0 * gamma(len(d_NK)) * (root_N @ d_NP.abs()).square())
-    return torch.cat(squares).cpu().numpy() if squares else np.zeros(0), out_NK
+def _moved(prepared: qprecon.PreparedHessian, new_NK: torch.Tensor, old_NK: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
+    """dᵀAd of each column of d = new − old, (K,) float64, rounding counted, and Ad, (N, K) float32."""
+    parts = [energies(prepared.hessian, *pair) for pair in zip(new_NK.split(_PANEL, 1), old_NK.split(_PANEL, 1), strict=True)]
+    squares, products = zip(*parts, strict=True)
+    return torch.cat(squares).cpu().numpy(), products[0] if len(products) == 1 else torch.cat(products, 1)

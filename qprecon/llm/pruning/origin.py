@@ -18,7 +18,7 @@ from qprecon.llm.files.kinds import check_kinds, check_language_model
 from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import load_tokenizer, load_whole, local_copy, model_folder
+from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, local_copy, model_folder
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
@@ -95,8 +95,8 @@ def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: A
         shards = open_shards(files)
     except NotStreamable as reason:
         why_not = reason
+    check_kinds(folder, shards.by_file() if shards else check_files(files), load_config(folder))
     frame = skeleton(folder, shards, dtype)
-    check_kinds(folder, shards.by_file() if shards else check_files(files), frame.config)
     try:
         if get_selector(mask).model_level:
             raise NotStreamable(f"mask {mask!r} is learned on the whole model")

@@ -24,15 +24,17 @@ _LEAST_TORCH = (2, 7)  # whose fully_shard can leave parameters out; one process
 
 @contextmanager
 def mesh_of_all(device: torch.device, timeout: float) -> Iterator[DeviceMesh]:
-    """All ranks in a row, with a process group of their own, whose collectives end after `timeout` seconds.
+    """All ranks in a row, with a process group of their own. ImportError where torch is too old.
 
-    ImportError where torch is too old.
+    timeout: seconds that ranks wait for one another. A collective of Gloo, in which a process waits, ends after as many. One of
+    NCCL may take longer: meanwhile the rank that is missing is found at the next meeting, and NCCL would end the process without a
+    word.
     """
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _LEAST_TORCH:
         raise ImportError(f"several ranks recover through FSDP2, which needs torch 2.7 or newer; this is {torch.__version__}")
     from torch.distributed.device_mesh import DeviceMesh
 
-    group = distributed.new_group(timeout=timedelta(seconds=timeout))
+    group = distributed.new_group(timeout=timedelta(seconds=timeout if device.type == "cpu" else 2 * timeout + 60))
     yield DeviceMesh.from_group(group, device.type)
     distributed.destroy_process_group(group)  # not after an error: it might wait for a rank that is lost
 

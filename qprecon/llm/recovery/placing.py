@@ -17,6 +17,7 @@ from qprecon.llm.calibration.capture import replaced_forwards
 from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.dtypes import FLOATS
 from qprecon.llm.model.parts import Parts, split
+from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.ranks.sharding import sharded, twin
 
 
@@ -77,8 +78,9 @@ def borrowed(model: nn.Module, device: torch.device, trained: Collection[nn.Para
 
 
 def in_parts(
-    model: nn.Module, mesh: Any, device: torch.device, trained: Sequence[str], few: torch.Tensor, forget: bool
-) -> tuple[nn.Module, Parts]:
+    model: nn.Module, mesh: Any, device: torch.device, trained: Sequence[str], few: torch.Tensor, forget: bool,
+    ranks: Ranks,
+) -> tuple[nn.Module, Parts]:  # fmt: skip
     """A copy of `model` that lies in parts on all ranks, in evaluation mode, and its decoder and head.
 
     trained: names of the parameters that need gradients; their parts are float32 at least. few: tokens (1, L) that try the parts
@@ -103,6 +105,7 @@ def in_parts(
             parameter.data = parameter.data.new_empty(0)
     blocks = find_blocks(copied)
     root = sharded(copied, [block.module for block in blocks], mesh, device, dtypes, compute)
+    ranks.gathered(None)  # a slow one is waited for here, not in a collective
     with torch.no_grad():
         parts = root(split, copied, few)
     root.reshard()  # so that the model's parameters are the parts again

@@ -146,9 +146,9 @@ def _in_parts(task: Task, asked: str, few: torch.Tensor, longest: int, stack: Ex
     parted, memory = choose_parts(asked, pair.model, pair.dense, task.selected, longest, device, ranks)
     mesh = stack.enter_context(mesh_of_all(device, assumed.timeout))
     with ranks.busy():
-        model, student = in_parts(pair.model, mesh, device, names, few, pair.loaded and not ranks.first)
+        model, student = in_parts(pair.model, mesh, device, names, few, pair.loaded and not ranks.first, ranks)
         if parted:
-            _, teacher = in_parts(pair.dense, mesh, device, [], few, pair.dense_loaded)
+            _, teacher = in_parts(pair.dense, mesh, device, [], few, pair.dense_loaded, ranks)
         else:
             if pair.dense_loaded:
                 pair.dense.to(device)

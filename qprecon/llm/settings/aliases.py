@@ -14,7 +14,7 @@ from qprecon.llm.settings.run import Run
 SHORTHANDS = {
     "mask_file": Option(
         "take the masks from a .npz or .safetensors file with one 0/1 array (outputs, inputs) a layer, or from the zeros of a "
-        "checkpoint folder: the mask 'given' with this as its option masks",
+        "checkpoint folder, low-bit ones of compressed-tensors too: the mask 'given' with this as its option masks",
         AMOUNT, metavar="PATH",
     ),
     "skip_attention": Option("leave the linear layers of attention alone: an entry of ignore", LAYERS),

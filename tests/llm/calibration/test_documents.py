@@ -9,6 +9,8 @@ import pytest
 from qprecon.errors import BadFileError
 from qprecon.llm.calibration.documents import file_documents, json_rows
 from qprecon.llm.calibration.texts import load_texts
+from qprecon.llm.calibration.windows import cut_windows
+from tests.llm.toy_text import toy_tokenizer
 
 TEXTS = ["one\ntwo", "three \u00fc", "four"]
 ROWS = [{"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "https://example.com"} for text in TEXTS]
@@ -158,3 +160,21 @@ def test_a_folder_of_rows_is_a_data_set(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text(LINES)
     assert load_texts(tmp_path) == TEXTS
+
+
+def test_half_a_character_is_named(tmp_path):
+    """JSON can write one half of a surrogate pair, which no tokenizer takes."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINES + '{"text": "w1 \\ud83e w2"}\n')
+    with pytest.raises(BadFileError, match=r"a\.jsonl, line 4: .*ud83e.* half of a character"):
+        load_texts(path)
+    with pytest.raises(ValueError, match="half of a character"):
+        cut_windows("w1 w2 \ud83e " * 50, seqlen=8, tokenizer=toy_tokenizer())
+
+
+def test_a_link_to_nowhere_is_no_misspelt_name(tmp_path):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "b")
+    with pytest.raises(FileNotFoundError, match=r"a\.txt .it links to .*b, which is not there"):
+        load_texts(tmp_path / "a.txt")
+    with pytest.raises(FileNotFoundError, match="/dev/null .it is no file"):
+        load_texts("/dev/null")

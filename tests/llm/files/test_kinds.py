@@ -211,3 +211,24 @@ def test_names_of_bytes_that_are_no_text(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path / "model-") + b"\xff")
     with pytest.raises(ValueError, match="output .*rename it"):
         prune_model(toy_llama(), tokens(2), out=folder, progress=False)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_more_layers_than_tensors_are_refused_before_they_are_built(tmp_path, pickled):
+    folder = tmp_path / "model"
+    toy_llama().save_pretrained(folder)
+    if pickled:
+        torch.save(toy_llama().state_dict(), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"num_hidden_layers": 10**6}))
+    for call in (lambda: prune_model(folder, tokens(2), out=tmp_path / "out", progress=False), lambda: load_causal_lm(folder)):
+        with pytest.raises(ValueError, match="config.json: num_hidden_layers is 1,000,000"):
+            call()
+
+
+@pytest.mark.parametrize("kind", [["llama"], {"a": 1}, 7, True])
+def test_a_model_type_that_is_no_word(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ValueError, match="config.json: model_type"):
+        load_config(tmp_path)

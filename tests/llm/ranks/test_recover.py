@@ -170,7 +170,7 @@ def test_a_rank_that_is_lost_is_named_and_others_go_on(fault, tmp_path):
     out, began = tmp_path / "out", time.monotonic()
     found = processes(2, interrupted, out, 4, fault, lost=[1] if fault is hangs else [])
     assert isinstance(found[0], RankError) and "rank 1" in str(found[0]), found
-    assert time.monotonic() - began < 20 and not out.exists()
+    assert time.monotonic() - began < 40 and not out.exists()
     assert [path.name for path in partial_folder(out).glob("*.pt")] == ["state-000002.pt"]
     if fault in (raises, dies):
         again = processes(3, lambda rank: recovered(rank, out=out))

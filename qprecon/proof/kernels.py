@@ -1,0 +1,107 @@
+"""The audit's passes over (N, K) arrays on a GPU as two Triton kernels, all sums in float64: see ``passes``.
+
+A program goes down a strip of rows for some columns and leaves one partial sum, or largest number, a column; torch adds them up in
+a fixed order, so that the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS, _COLS = 32, 64
+_STEPS, _BUSY = 8, 1056  # tiles of a strip at most; programs from which on a GPU is busy
+
+
+@triton.jit
+def _back(
+    w_ptr, new_ptr, root_ptr, back_ptr, mass_ptr, n, k, w_row, w_col, new_row, new_col, steps,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
+    mass = tl.zeros((1, COLS), tl.float64)
+    for step in range(steps):
+        rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (rows < n) & (cols < k)
+        w = tl.load(w_ptr + rows * w_row + cols * w_col, inside, 0.0).to(tl.float64)
+        back = w - tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
+        tl.store(back_ptr + rows * k + cols, back, inside)
+        mass += tl.sum(tl.load(root_ptr + rows, rows < n, 0.0) * tl.abs(back), 0)[None, :]
+    tl.store(mass_ptr + tl.program_id(0) * k + cols, mass, cols < k)
+
+
+@triton.jit
+def _largest(before, x):
+    """The larger, infinite where x is no number."""
+    x = tl.where(x == x, x, float("inf"))
+    return tl.maximum(before, tl.max(x, 0)[None, :])
+
+
+@triton.jit
+def _residual(
+    rho_ptr, back_ptr, new_ptr, mask_ptr, root_ptr, out_ptr, found_ptr, n, k, new_row, new_col, mask_row, mask_col,
+    out_row, out_col, steps, numbers_ptr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
+    ridge, scale = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
+    value = tl.zeros((1, COLS), tl.float64)
+    steepest = tl.zeros((1, COLS), tl.float64)
+    energy = tl.zeros((1, COLS), tl.float64)
+    outside = tl.zeros((1, COLS), tl.float64)
+    for step in range(steps):
+        rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (rows < n) & (cols < k)
+        back = tl.load(back_ptr + rows * k + cols, inside, 0.0)
+        rho = tl.load(rho_ptr + rows * k + cols, inside, 0.0) + ridge * back
+        tl.store(out_ptr + rows * out_row + cols * out_col, (rho * scale).to(out_ptr.dtype.element_ty), inside)
+        value += tl.sum(back * rho, 0)[None, :]
+        kept = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 0) != 0
+        free = tl.where(kept, rho, 0.0)
+        tl.store(rho_ptr + rows * k + cols, free, inside)
+        root = tl.load(root_ptr + rows, rows < n, 0.0)
+        steepest = _largest(steepest, tl.abs(free) / tl.where(root > 0.0, root, 1.0))
+        energy = _largest(energy, tl.abs(back) * root)
+        new = tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
+        outside = _largest(outside, tl.where(kept, 0.0, tl.abs(new)))
+    to, parts = found_ptr + tl.program_id(0) * k + cols, tl.num_programs(0)
+    tl.store(to, value, cols < k)
+    tl.store(to + parts * k, steepest, cols < k)
+    tl.store(to + 2 * parts * k, energy, cols < k)
+    tl.store(to + 3 * parts * k, outside, cols < k)
+
+
+def differences(w_NK: torch.Tensor, new_NK: torch.Tensor, root_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """w − ŵ, (N, K) float64, and Σ √A_ii |w_i − ŵ_i|, (K,)."""
+    grid, steps, (n, k) = _strips(w_NK)
+    back_NK, mass_PK = root_N.new_empty(n, k), root_N.new_empty(grid[0], k)
+    with torch.cuda.device(w_NK.device):
+        _back[grid](w_NK, new_NK, root_N, back_NK, mass_PK, n, k, *w_NK.stride(), *new_NK.stride(), steps, _ROWS, _COLS)
+    return back_NK, mass_PK.sum(0)
+
+
+def residuals(
+    product_NK: torch.Tensor, back_NK: torch.Tensor, new_NK: torch.Tensor, mask_NK: torch.Tensor, root_N: torch.Tensor,
+    ridge: float, scale: float, out_NK: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """With back = w − ŵ, H·back = ``product_NK`` (float64, C order) and ρ = H·back + λ·back: backᵀρ, and the largest |ρ_i|/√A_ii of
+    kept entries, |back_i|·√A_ii and |ŵ_i| of pruned entries, each (K,) float64.
+
+    ``out_NK`` becomes ρ·scale, and the product becomes ρ, 0 on pruned entries.
+    """
+    grid, steps, (n, k) = _strips(product_NK)
+    found_4PK = root_N.new_empty(4, grid[0], k)
+    numbers = torch.tensor([ridge, scale], dtype=torch.float64).to(root_N.device, non_blocking=True)  # Triton would take float32
+    with torch.cuda.device(product_NK.device):
+        _residual[grid](
+            product_NK, back_NK, new_NK, mask_NK, root_N, out_NK, found_4PK, n, k, *new_NK.stride(), *mask_NK.stride(),
+            *out_NK.stride(), steps, numbers, _ROWS, _COLS,
+        )  # fmt: skip
+    return found_4PK[0].sum(0), *found_4PK[1:].amax(1)
+
+
+def _strips(like_NK: torch.Tensor) -> tuple[tuple[int, int], int, tuple[int, int]]:
+    n, k = like_NK.shape
+    tiles, across = triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS)
+    steps = max(1, min(_STEPS, tiles * across // _BUSY))
+    return (triton.cdiv(tiles, steps), across), steps, (n, k)
