@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.layers.backends import environment
 
 HERE = Path(__file__).resolve().parents[2]
-RESULT = Path(__file__).parents[1] / "results" / "start_cpu.json"
+RESULT = HERE / "benchmarks" / "results" / "start_cpu.json"
 RUNS = 2
 _END = "import os, time; print(time.process_time(), flush=True); os._exit(0)"
 _PRUNE = f"""
@@ -65,7 +65,7 @@ def _seconds(program: str, words: list[str], package: str) -> float:
     found = []
     for _ in range(1 + RUNS):
         environ = os.environ | {"PYTHONPATH": package}
-        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environ, check=True)
+        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environ, cwd=package, check=True)
         found.append(float(done.stdout.split()[-1]))
     return statistics.median(found[1:])
 
