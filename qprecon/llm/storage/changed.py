@@ -15,7 +15,7 @@ def compare_files(journal: Journal, shards: Shards, entries: Sequence[dict[str, 
     """Files that are others than those that finished blocks were read from must hold the same weights for these.
 
     A file is another if its time or the samples of its contents are. Reading all finished blocks again is slow, so it is done
-    only then; the answer says whether it was. What nothing was read from may be others: a file that was cut short, and is whole now.
+    only then; the answer says whether it was. What nothing was read from may be others: a file that was cut short, and is whole.
     entries: what the journal has of each shard, first of what lies outside the blocks. ValueError, naming a tensor, where one
     differs.
     """
