@@ -60,12 +60,13 @@ def main() -> None:
     RESULT.write_text(json.dumps([*known, run], indent=1) + "\n")
 
 
-def _seconds(program: str, words: list[str], package: str) -> float:
+def _seconds(program: str, arguments: list[str], package: str) -> float:
     """The median of some runs, the first one left out: it finds a cold disk."""
     found = []
     for _ in range(1 + RUNS):
         environ = os.environ | {"PYTHONPATH": package}
-        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environ, cwd=package, check=True)
+        words = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(words, capture_output=True, text=True, env=environ, cwd=package, check=True)
         found.append(float(done.stdout.split()[-1]))
     return statistics.median(found[1:])
 
