@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "llm" / "low_bit.md"
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"}
 METHODS = {
-    "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-order": "the same, large inputs first",
+    "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-order": "the same, inputs of large H_ii first",
     "gptq-start": "GPTQ's sweep of the optimal weights",
     "ours": "**ours**", "sparsegpt+gptq": "SparseGPT + GPTQ in one sweep", "slim": "SLiM",
 }  # fmt: skip
@@ -81,7 +81,8 @@ def _of_model(name: str, label: str) -> str:
             what = f"{pattern}, {grid}" + (f", groups of {group}" if group else "")
             cells = [_cell(some, preset) for preset in presets]
             bits = f"{some[0]['bits_per_weight']:.2f}"
-            lines.append([what, METHODS[method] + (f" + rank {rank}" if rank else ""), bits, *cells])
+            named = "the model as it is" if (pattern, grid) == ("dense", "bf16") else METHODS[method]
+            lines.append([what, named + (f" + rank {rank}" if rank else ""), bits, *cells])
     cards, dates = (", ".join(sorted({row[key] for row in rows})) for key in ("card", "date"))
     head = ["pattern, grid", "method", "bits a weight", *(f"{preset}: WikiText-2 / C4" for preset in presets)]
     return f"{label}:\n\n{table(head, lines)}\n\n{cards}; {dates}."

@@ -151,20 +151,20 @@ def _layer_cell(rows: list[dict[str, Any]], problem: str, method: str, latest: s
 
 
 def sparse() -> str:
-    """2:4 layers on torch's sparse kernels, beside dense products."""
+    """2:4 layers on torch's sparse kernels, beside dense products of the same dtype."""
     rows = load("sparse_gpu")
-    tokens = sorted({row["tokens"] for row in rows})
+    dtypes, tokens = list(dict.fromkeys(row["dtype"] for row in rows)), sorted({row["tokens"] for row in rows})
     shapes = list(dict.fromkeys((row["n_inputs"], row["n_outputs"]) for row in rows))
-    by = {(row["n_inputs"], row["n_outputs"], row["tokens"]): row for row in rows}
+    by = {(row["n_inputs"], row["n_outputs"], row["tokens"], row["dtype"]): row for row in rows}
 
-    def cell(shape: tuple[int, int], count: int) -> str:
-        row = by[(*shape, count)]
+    def cell(shape: tuple[int, int], count: int, dtype: str) -> str:
+        row = by[(*shape, count, dtype)]
         dense, ours = row["dense_ms"], row["sparse_ms"]
         return row["problem"] or f"{ours:.2f} ms, dense {dense:.2f} ms ({dense / ours:.2f}×)"
 
-    body = [[f"{n} → {k}", *(cell((n, k), count) for count in tokens)] for n, k in shapes]
-    note = f"One product, {rows[0]['dtype']}, median. {rows[0]['gpu']}, torch {rows[0]['versions']['torch']}, {rows[0]['date']}."
-    return table(["inputs → outputs", *(f"{count} tokens" for count in tokens)], body) + "\n\n" + note
+    body = [[f"{n} → {k}, {count}", *(cell((n, k), count, dtype) for dtype in dtypes)] for count in tokens for n, k in shapes]
+    note = f"One product, median. {rows[0]['gpu']}, torch {rows[0]['versions']['torch']}, {rows[0]['date']}."
+    return table(["inputs → outputs, tokens", *dtypes], body) + "\n\n" + note
 
 
 def cpu() -> str:

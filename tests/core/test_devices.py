@@ -32,6 +32,9 @@ def test_free_memory_is_asked_of_the_arrays_device(monkeypatch):
     assert 0.6 * free[1] / 2e5 / 2 < widths[1] <= 0.6 * free[1] / 2e5
 
 
+_KERNELS = ("qprecon.backends._pcg.kernels", "qprecon.proof.kernels")
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """``backends._triton`` over a Triton that only notes the device that is current at each launch, and its tensors' devices."""
@@ -55,11 +58,12 @@ def kernels(monkeypatch):
     triton.language.constexpr = int
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", triton.language)
-    monkeypatch.delitem(sys.modules, "qprecon.backends._pcg.kernels", raising=False)
+    for name in _KERNELS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
-    yield importlib.import_module("qprecon.backends._pcg.kernels"), launches
-    del sys.modules["qprecon.backends._pcg.kernels"]
-    vars(sys.modules["qprecon.backends"]).pop("_triton", None)
+    yield importlib.import_module(_KERNELS[0]), launches
+    for name in _KERNELS:
+        sys.modules.pop(name, None)
 
 
 def test_kernels_are_launched_on_their_tensors_device(kernels):
@@ -80,6 +84,28 @@ def test_kernels_are_launched_on_their_tensors_device(kernels):
     assert {name for name, _, _ in launches} == {"_dot_z", "_beta", "_turn", "_curvature", "_alpha", "_advance", "_pieces"}
     for name, device, arguments in launches:
         assert {device} == {x.device for x in arguments if isinstance(x, torch.Tensor)}, name
+
+
+def test_an_audit_is_one_product_between_two_launches(kernels, monkeypatch):
+    """For all columns that fit together; the launches name the tensors' device."""
+    from qprecon.problem.hessian import Hessian
+    from qprecon.proof import audit as audit_module
+    from qprecon.proof import passes
+
+    _, launches = kernels
+    products, real = [], Hessian.product
+    monkeypatch.setattr(Hessian, "product", lambda self, x_NK: products.append(x_NK.shape) or real(self, x_NK))
+    for module in (audit_module, passes):
+        monkeypatch.setattr(module, "fused", lambda problem, weights_NK: True)
+    prepared = qprecon.prepare(torch.eye(40), damping=0.01)
+    problem = prepared.problem(torch.ones(40, 30), torch.ones(40, 30, dtype=torch.bool))
+    cert = prepared._at(problem.place).certificate
+    audit_module.audit(problem, cert, torch.ones(40, 30))  # what the kernels would have written is not looked at
+    assert [name for name, _, _ in launches] == ["_back", "_residual"] and products == [(40, 30)]
+    assert {device for _, device, _ in launches} == {torch.device("cpu")}
+    monkeypatch.setattr(audit_module, "_PIECE", 40 * 8)  # 16 columns a piece
+    audit_module.audit(problem, cert, torch.ones(40, 30))
+    assert [name for name, _, _ in launches] == ["_back", "_residual"] * 3 and products[1:] == [(40, 16), (40, 14)]
 
 
 @pytest.mark.gpu
