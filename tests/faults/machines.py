@@ -11,19 +11,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from .disk import _lasting
-from .runs import ROOT, Ended, Models, Tally, make_models, quiet_environment
+from .runs import ROOT, Ended, Models, Server, Tally, make_models, quiet_environment
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # Extras that are small, with the backend that each brings; those with torch are tried with the campaign's own Python only.
 LIGHT = {"": None, "osqp": "osqp", "piqp": "piqp", "clarabel": "clarabel", "cvxpy": "cvxpy", "mpax": "mpax", "report": None}
 HEAVY = {"torch": "", "llm": "torch", "quantize": "llm"}  # extra -> one whose environment it starts from, as it brings all of it
-_INSTALLING = 900.0
+_INSTALLING, _HERE = 900.0, 300.0  # seconds; a busy machine may take a minute to import torch
 _COMMANDS = ("prune", "recover", "eval", "report", "check-sparse", "solve", "backends", "demo")
 _C = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # name -> (variables set, variables unset)
@@ -119,12 +120,12 @@ def _trials(place: Path, extra: str, folder: Path) -> Iterator[tuple[str, tuple[
         yield "report", (2,), "so qprecon did not write it", [*run, "report", str(folder)]
 
 
-def odd_homes(folder: Path, tally: Tally) -> None:
-    """The campaign's own environment with odd homes and locales, and with folders of odd names."""
+def odd_homes(server: Server, folder: Path, tally: Tally) -> None:
+    """The campaign's own environment with odd homes and locales, a process each; and folders of odd names."""
     models = make_models(folder / "models", ("llama",))
     right = None
     for name, (given, taken) in {"as it is": ({}, ()), **ENVIRONMENTS}.items():
-        found = _pruned(models, folder / "out", tally, name, given, taken)
+        found = _pruned(models, folder / "out", tally, name, partial(run_here, given=given, taken=taken))
         right = right or found
         tally.counts["odd homes and locales"] += name != "as it is"
         if found != right:
@@ -132,17 +133,17 @@ def odd_homes(folder: Path, tally: Tally) -> None:
         shutil.rmtree(folder / "out", ignore_errors=True)
     for name in NAMES:
         shutil.copytree(models.folder, folder / name / "models")
-        found = _pruned(Models(folder / name / "models"), folder / name / "out", tally, name, {}, ())
+        found = _pruned(Models(folder / name / "models"), folder / name / "out", tally, name, server.run)
         tally.counts["odd names of folders"] += 1
         weights = {file for file in right if file.endswith(".safetensors") and found.get(file) != right[file]}
         if weights:
             tally.fault(name, f"other weights: {sorted(weights)}")
 
 
-def _pruned(models: Models, out: Path, tally: Tally, name: str, given: dict[str, str], taken: tuple[str, ...]) -> dict[str, str]:
+def _pruned(models: Models, out: Path, tally: Tally, name: str, run: Callable[[list[str]], Ended]) -> dict[str, str]:
     commands = [models.prune("llama", out), models.evaluate("llama"), ["report", str(out)]]
     for command in commands:
-        if (wrong := run_here(command, given, taken).wrong(0)) is not None:
+        if (wrong := run(command).wrong(0)) is not None:
             tally.fault(f"{name}: {command[0]}", wrong)
     return _lasting(out) if out.is_dir() else {}
 
@@ -150,7 +151,7 @@ def _pruned(models: Models, out: Path, tally: Tally, name: str, given: dict[str,
 def run_here(command: list[str], given: dict[str, str], taken: tuple[str, ...]) -> Ended:
     """A command in a process of its own, with these variables set and those unset."""
     environment = {key: value for key, value in {**quiet_environment(), **given}.items() if key not in taken}
-    return _run([sys.executable, "-m", "qprecon", *command], 120.0, environment=environment)
+    return _run([sys.executable, "-m", "qprecon", *command], _HERE, environment=environment)
 
 
 def _run(

@@ -23,6 +23,7 @@ from qprecon.llm.model.dtypes import widened
 from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.storage.changed import compare_files
 from qprecon.llm.storage.checkpoint import Finished, Shards, stored_names
 from qprecon.llm.storage.filling import check_unborrowed, empty, fill, move_buffers, own_stream
 from qprecon.llm.storage.in_memory import named_masks
@@ -64,7 +65,7 @@ class DiskBlocks:
 
     def _begin(self) -> None:
         try:
-            self._check_files()
+            self.compared = compare_files(self.journal, self.shards, self.entries(), self.finished)
         except BaseException:
             self.stop()
             raise
@@ -72,36 +73,6 @@ class DiskBlocks:
             self.behind.append(self.writer.submit(self._copy, None))
         if self.left_over and self.journal.entry(_LEFT_OVER) is None:
             self.behind.append(self.writer.submit(self._copy_left_over))
-
-    def _check_files(self) -> None:
-        """Files that are others than those that finished blocks were read from must hold the same weights for these.
-
-        A file is another if its time or the samples of its contents are. Reading all finished blocks again is slow, so it is done
-        only then. What nothing was read from may be others: a file that was cut short, and is whole now. ValueError, naming a
-        tensor, where one differs.
-        """
-        known = self.journal.read(_TIMES) or {}
-        now = {file: [self.shards.modified[file], identity] for file, identity in self.shards.identity.items()}
-        others = {file for file in now if known.get(file) != now[file]}
-        if not others:
-            return
-        entries = self.entries()
-        changed = next((name for entry in entries if entry for name in self._changed(entry, others)), None)
-        if changed is None and self.finished and entries[0] is None:  # damaged, and with it what was known
-            changed = "what is outside the blocks"
-        if changed is not None:
-            raise ValueError(
-                f"an unfinished run in {self.journal.folder} cannot be continued: the model's files were written anew, and "
-                f"{changed} is not known to be what it was. Start over with resume=False (--no-resume)"
-            )
-        self.compared = any(entries)
-        self.journal.write(_TIMES, now)
-
-    def _changed(self, entry: dict, files: set[str]) -> Iterator[str]:
-        known = entry.get("source", {})
-        for name in {**dict.fromkeys(entry["names"]), **known}:
-            if self.shards.file_of.get(name) in files and known.get(name) != tensor_checksum(self.shards.read([name])[name]):
-                yield name
 
     def capture(
         self, samples: Sequence[torch.Tensor], store: Any, streams: int = 1, most: int | None = None, share: Share | None = None
@@ -303,7 +274,7 @@ class DiskBlocks:
             self.behind.pop(0).result()
 
 
-_OUTSIDE, _LEFT_OVER, _TIMES = "outside", "left-over", "model_times.json"
+_OUTSIDE, _LEFT_OVER = "outside", "left-over"
 
 
 def block_key(index: int) -> str:
