@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help="cases of a part, in place of its own number")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where memory runs out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="on a GPU: no run begins after so many")
-    parser.add_argument("--again", action="store_true", help="of recipes: only those that the JSON lists as faults")
+    parser.add_argument("--again", action="store_true", help="of recipes and machines: only those that the JSON lists as faults")
     parser.add_argument("--no-json", action="store_true", help="print only")
     given = parser.parse_args(arguments)
     parts = given.only.split(",")
@@ -76,7 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(part: str, models: Models, folder: Path, count: int, given: argparse.Namespace, tally: Tally) -> None:
     """One part of the campaign."""
     if part == "machines":
-        machines.new_machines(folder, tally)
+        wrong = [fault.partition(":")[0] for fault in earlier(part)["faults"]] if given.again else None
+        machines.new_machines(folder, tally, wrong)
     elif part == "network":
         network.hanging_network(models, folder, tally)
     elif part == "memory" and given.device == "cuda":

@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -375,6 +375,30 @@ def tried() -> str:
     return table(["what", "before", "predicted", "measured", "kept"], body) + f"\n\n{note} CUDA graphs of an iteration: {graphs}."
 
 
+def kept() -> str:
+    """What the changes that were kept came to: whole calls and their audits, before and after in one run."""
+    found = load("layer_phases_before_after")
+    audits = ("audit, product", "audit, triangular", "audit, vectors", "start's audit, vectors")
+
+    def change(values: Iterable[float], scale: float, digits: int) -> str:
+        return " → ".join(f"{scale * value:.{digits}f}" for value in values)
+
+    body = [
+        [
+            rows[0]["problem"], change((row["seconds"] for row in rows), 1e3, 1),
+            change((sum(row["parts"].get(name, 0.0) for name in audits) for row in rows), 1e3, 1),
+            change((row["busy_seconds"] for row in rows), 1e3, 1), change((row["launches"] for row in rows), 1, 0),
+            change((row["largest_gap"] for row in rows), 1e5, 1),
+        ]
+        for rows in zip(found["before"]["layers"], found["after"]["layers"], strict=True)
+    ]  # fmt: skip
+    note = f"Before → after. {found['after']['about']['gpu']}, {found['after']['about']['date']}."
+    first = [found[when]["layers"][0]["first_seconds"] for when in ("after", "before")]
+    note += f" The very first call took {first[0]:.1f} s, in which Triton compiles; that of the next process {first[1]:.1f} s."
+    head = ["layer", "whole call, ms", "audits, ms", "GPU busy, ms", "launches", "largest gap, 1e-5"]
+    return table(head, body) + f"\n\n{note}"
+
+
 def few_tokens() -> str:
     """pcg with and without being told the number of samples."""
     rows = load("few_tokens")
@@ -408,6 +432,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "phases": phases,
         "layers": layers,
         "tried": tried,
+        "kept": kept,
         "real": real_layers,
         "masks": selection,
         "repeated": repeated,

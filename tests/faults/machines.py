@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -38,14 +38,19 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # name -> (
 NAMES = ("with some spaces", "Größe-模型-🦙", "l" * 200, "a'b\"c;d$e", "[x]*?", "-dash", "tab\there")
 
 
-def new_machines(folder: Path, tally: Tally) -> None:
-    """The wheel in an empty environment for each Python that is here and each extra."""
+def new_machines(folder: Path, tally: Tally, only: Collection[str] | None = None) -> None:
+    """The wheel in an empty environment for each Python that is here and each extra.
+
+    only: names of environments, as in the tally's faults, all by default; those without an extra are made anyway.
+    """
     folder.mkdir(parents=True)
     wheel = _wheel(folder)
     _problem(folder / "problem.npz")
     for version, python in interpreters():
         own = version == ".".join(map(str, sys.version_info[:2]))
         for extra in (*LIGHT, *(HEAVY if own else ())):
+            if extra and only is not None and _name(version, extra) not in only:
+                continue
             _installed(python, version, extra, wheel, folder, tally)
         for place in folder.glob(f"venv-{version}-*"):
             shutil.rmtree(place, ignore_errors=True)
@@ -62,6 +67,10 @@ def interpreters(versions: tuple[str, ...] = PYTHONS) -> Iterator[tuple[str, Pat
                 break
 
 
+def _name(version: str, extra: str) -> str:
+    return f"Python {version} with {extra or 'no extra'}"
+
+
 def _wheel(folder: Path) -> Path:
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "tests", "site"))
@@ -75,7 +84,7 @@ def _problem(path: Path) -> None:
 
 
 def _installed(python: Path, version: str, extra: str, wheel: Path, folder: Path, tally: Tally) -> None:
-    place, name = folder / f"venv-{version}-{extra}", f"Python {version} with {extra or 'no extra'}"
+    place, name = folder / f"venv-{version}-{extra}", _name(version, extra)
     if extra:  # what pip installs without the extra is there already; its files are shared, not copied
         shutil.copytree(folder / f"venv-{version}-{HEAVY.get(extra, '')}", place, symlinks=True, copy_function=os.link)
     else:
@@ -84,7 +93,7 @@ def _installed(python: Path, version: str, extra: str, wheel: Path, folder: Path
     install = [*pip, "install", "-q", "--no-compile", f"{wheel}[{extra}]" if extra else str(wheel)]
     if (ended := _run(install, _INSTALLING)).code != 0:
         tally.counts["environments that pip cannot make"] += 1
-        tally.counts[f"pip: Python {version} with {extra or 'no extra'}"] += 1
+        tally.counts[f"pip: {name}"] += 1
         return
     tally.counts[f"environments with Python {version}"] += 1
     for what, codes, said, command in _trials(place, extra, folder):
@@ -117,7 +126,7 @@ def _trials(place: Path, extra: str, folder: Path) -> Iterator[tuple[str, tuple[
     if extra != "report":
         yield "report", (2,), "", [*run, "report", str(folder)]
     else:
-        yield "report", (2,), "so qprecon did not write it", [*run, "report", str(folder)]
+        yield "report", (2,), "holds no qprecon_report.json", [*run, "report", str(folder)]
 
 
 def odd_homes(server: Server, folder: Path, tally: Tally) -> None:
