@@ -27,7 +27,9 @@ import math
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -47,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help="cases of a part, in place of its own number")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where memory runs out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="on a GPU: no run begins after so many")
+    parser.add_argument("--again", action="store_true", help="of recipes and machines: only those that the JSON lists as faults")
     parser.add_argument("--no-json", action="store_true", help="print only")
     given = parser.parse_args(arguments)
     parts = given.only.split(",")
@@ -61,6 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
             began = time.monotonic()
             run(part, models, Path(name) / part, COUNTS[part] if given.count is None else given.count, given, tally)
             tally.seconds = time.monotonic() - began
+            if given.again:
+                tally = mended(tally)
             wrong += len(tally.faults)
             print(table(tally), flush=True)
             if not given.no_json:
@@ -71,9 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(part: str, models: Models, folder: Path, count: int, given: argparse.Namespace, tally: Tally) -> None:
     """One part of the campaign."""
     if part == "machines":
-        machines.new_machines(folder, tally)
-    elif part == "homes":
-        machines.odd_homes(folder, tally)
+        wrong = [fault.partition(":")[0] for fault in earlier(part)["faults"]] if given.again else None
+        machines.new_machines(folder, tally, wrong)
     elif part == "network":
         network.hanging_network(models, folder, tally)
     elif part == "memory" and given.device == "cuda":
@@ -81,7 +85,11 @@ def run(part: str, models: Models, folder: Path, count: int, given: argparse.Nam
         memory.out_of_memory(memory.InProcess(), wide, folder, count, tally, "cuda", kinds, given.seconds)
     else:
         with Server() as server:
-            _served(part, server, models, folder, count, tally)
+            if given.again:
+                numbers = [int(fault.partition(":")[0]) for fault in earlier(part)["faults"]]
+                recipes.random_recipes(server, models, folder, count, tally, only=numbers)
+            else:
+                _served(part, server, models, folder, count, tally)
 
 
 def _served(part: str, server: Server, models: Models, folder: Path, count: int, tally: Tally) -> None:
@@ -95,12 +103,27 @@ def _served(part: str, server: Server, models: Models, folder: Path, count: int,
         damage.damaged_files(server, models, folder, count, tally)
     elif part == "memory":
         memory.out_of_memory(server, models, folder, count, tally)
+    elif part == "homes":
+        machines.odd_homes(server, folder, tally)
     elif part == "two":
         kills.two_at_once(server, models, folder, count, tally)
     else:
         recipes.random_recipes(server, models, folder / "random", count, tally)
         recipes.bombs(server, models, folder / "bombs", tally)
         recipes.paths_out(server, models, folder / "paths", tally)
+
+
+def earlier(part: str) -> dict[str, Any]:
+    """What the JSON has of a part."""
+    return json.loads(OUT.read_text())["parts"][part]
+
+
+def mended(again: Tally) -> Tally:
+    """The earlier counts with the faults that are still there, after those cases alone were run again."""
+    known = earlier(again.part)
+    counts = Counter({what: number for what, number in known["counts"].items() if what != "faults"})
+    counts["at first wrong, mended and run again"] += len(known["faults"])
+    return Tally(again.part, again.seed, counts, again.faults, known["seconds"] + again.seconds)
 
 
 def table(tally: Tally) -> str:

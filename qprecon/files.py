@@ -72,7 +72,8 @@ def reading(path: str | Path, kind: Kind, *also: type[Exception]) -> Iterator[No
     except BadFileError:
         raise
     except OSError as error:
-        if error.filename is not None and not _same(error.filename, path):
+        other = error.filename is not None and not isinstance(error.filename, int)
+        if other and os.path.abspath(os.fspath(error.filename)) != os.path.abspath(os.fspath(path)):
             raise
         raise _failed(path, kind, error) from error
     except Exception as error:
@@ -109,9 +110,10 @@ def _system_reason(error: BaseException | None) -> str | None:
 def replacing(path: str | Path) -> Iterator[Path]:
     """A name to write under; on leaving, that file gets the name `path`, which stands for a complete file or the one before.
 
-    OSError, naming `path`, where that cannot be done.
+    OSError, naming `path`, where that cannot be done, as over a device or a pipe (root would remove /dev/null).
     """
     path = Path(path)
+    check_replaceable(path)
     partial = path.with_name(temporary(path.name))
     try:
         with writing(path):
@@ -120,6 +122,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def check_replaceable(path: Path) -> None:
+    """OSError for a name that something else than a file or a folder has."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(f"cannot write {path}: it is a device or a pipe, and what is written takes its name; give another one")
 
 
 def write_text(path: str | Path, text: str) -> Path:
@@ -168,7 +176,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     with reading(path, JSON, ValueError):
         data = json.loads(text)
     if not isinstance(data, dict):
-        raise BadFileError(f"{path} should hold a JSON object, it holds {_json_kind(data)}")
+        kinds = {list: "a list", str: "a text", type(None): "null", bool: "a truth value"}
+        raise BadFileError(f"{path} should hold a JSON object, it holds {kinds.get(type(data), 'a number')}")
     return data
 
 
@@ -277,8 +286,7 @@ def _fault(path: str | Path, kind: Kind, error: Exception) -> str:
 
 
 def _instead(path: str | Path, kind: Kind, found: str) -> str:
-    empty = found in (sniff.EMPTY, sniff.ZEROS)
-    return f"{path} is {found}" + ("" if empty else f"; {kind.name} is wanted there")
+    return f"{path} is {found}" + ("" if found in (sniff.EMPTY, sniff.ZEROS) else f"; {kind.name} is wanted there")
 
 
 def _head(path: str | Path) -> str | None:
@@ -289,11 +297,3 @@ def _head(path: str | Path) -> str | None:
             return sniff.sniffed(file.read(sniff.HEAD))
     except OSError:
         return None
-
-
-def _same(name: Any, path: str | Path) -> bool:
-    return os.path.abspath(os.fspath(name)) == os.path.abspath(os.fspath(path)) if not isinstance(name, int) else True
-
-
-def _json_kind(data: Any) -> str:
-    return {list: "a list", str: "a text", type(None): "null", bool: "a truth value"}.get(type(data), "a number")

@@ -44,7 +44,7 @@ def main() -> None:
     report = prune_model(
         folder, _calibration(arguments, config), nsamples=arguments.windows, seqlen=arguments.seqlen, out=out, device="cpu",
         targets=[rf"re:.*\.layers\.({'|'.join(map(str, range(blocks)))})\."], compute_dtype=arguments.compute_dtype,
-        progress=False, resume=False,
+        preset=arguments.preset, progress=False, resume=False,
     )  # fmt: skip
     wall, worked = time.perf_counter() - wall, time.process_time() - worked
     shutil.rmtree(out)
@@ -64,6 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--compute-dtype", default="float32", choices=("auto", "float32", "stored"))
+    parser.add_argument("--preset", default="fast", choices=("fast", "balanced", "best"))
     parser.add_argument("--workdir", default="/tmp/qprecon-cpu-blocks")
     parser.add_argument("--out-json", default=str(Path(__file__).parents[1] / "results" / "cpu_blocks.json"))
     return parser.parse_args()
@@ -73,7 +74,9 @@ def _folder(arguments: argparse.Namespace) -> Path:
     if arguments.model not in SHAPES:
         return Path(arguments.model)
     config = SHAPES[arguments.model]()
-    config.num_hidden_layers, config.layer_types = arguments.blocks, None  # the others would only be copied
+    config.num_hidden_layers = arguments.blocks  # the others would only be copied
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: arguments.blocks]
     return write_random_model(config, Path(arguments.workdir) / arguments.model)
 
 
@@ -94,7 +97,8 @@ def _facts(
     return {
         "model": Path(arguments.model).name + (", random weights" if arguments.model in SHAPES else ""),
         "windows": report.settings["nsamples"], "seqlen": report.settings["seqlen"], "blocks": blocks, "depth": depth,
-        "compute_dtype": report.settings["compute_dtype"], "seconds": wall, "processor_seconds": worked, "phases": phases,
+        "preset": arguments.preset, "compute_dtype": report.settings["compute_dtype"],
+        "seconds": wall, "processor_seconds": worked, "phases": phases,
         "whole_model_seconds": once + (wall - once) * depth / blocks,
         "whole_model_processor_seconds": worked * (once + (wall - once) * depth / blocks) / wall,
         "iterations": {row.name: row.iterations for row in report.layers},
@@ -112,7 +116,7 @@ def _described(run: dict[str, Any]) -> str:
         most[kind] = max(most.get(kind, 0), iterations or 0)
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in run["phases"].items() if seconds >= 0.05)
     return "\n".join([
-        f"{run['model']}: {run['blocks']} of {run['depth']} blocks, {run['windows']} x {run['seqlen']} tokens, computed in "
+        f"{run['model']}: {run['blocks']} of {run['depth']} blocks, {run['windows']} x {run['seqlen']} tokens, {run['preset']}, in "
         f"{run['compute_dtype']} on {run['processors']} processors ({run['threads']} threads) of {run['processor']}",
         f"  {run['seconds']:.1f} s, {run['processor_seconds']:.1f} s of processors; {phases}",
         f"  the whole model at this rate: {run['whole_model_seconds'] / 60:.1f} minutes",

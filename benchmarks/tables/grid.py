@@ -78,7 +78,8 @@ def _of_model(name: str, label: str) -> str:
         methods = {(row["method"], row["rank"]) for row in own}
         for method, rank in sorted(methods, key=lambda key: (key[1], list(METHODS).index(key[0]))):
             some = [row for row in own if (row["method"], row["rank"]) == (method, rank)]
-            what = f"{pattern}, {grid}" + (f", groups of {group}" if group else "")
+            shared = "one scale a matrix" if method == "slim" else f"groups of {group}" if group else ""
+            what = ", ".join(filter(None, (pattern, grid, shared)))
             cells = [_cell(some, preset) for preset in presets]
             bits = f"{some[0]['bits_per_weight']:.2f}"
             named = "the model as it is" if (pattern, grid) == ("dense", "bf16") else METHODS[method]

@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -100,15 +100,55 @@ def ladder() -> str:
     rows = [row for row in load("quality_smollm2-135m") if row["split"] == "validation"]
     names = {
         "alps": "ALPS's mask", "order": "order", "drift": "drift", "token_weights": "token weights", "residual": "residual stream",
-        "output_weights": "output weights", "allocation": "allocation by loss",
+        "output_weights": "output weights", "allocation": "allocation by loss", "refine=block": "refinement of blocks",
+        "refine=halves": "refinement of half blocks",
     }  # fmt: skip
     patterns = ("50%", "60%", "70%", "2:4")
+
+    def switched_on(row: dict[str, Any]) -> str:
+        own = [names.get(each, each) for each in row["ingredients"]]
+        return " + ".join([f"`{row['preset']}`", *own] if row["preset"] != "fast" or not own else own)
+
     body = [
-        [row["pattern"], " + ".join(names.get(each, each) for each in row["ingredients"]) or "Wanda + optimal, as `fast`",
-         *(f"{value:.2f}" for value in row["perplexity"].values())]
+        [row["pattern"], switched_on(row), *(f"{value:.2f}" for value in row["perplexity"].values()), row["card"]]
         for row in sorted(rows, key=lambda row: (patterns.index(row["pattern"]), -row["perplexity"]["wikitext2"]))
+    ]
+    dates = ", ".join(sorted({row["date"] for row in rows}))
+    return table(["pattern", "switched on", "WikiText-2", "C4", "card"], body) + f"\n\n{dates}."
+
+
+def calibrations() -> str:
+    """`best`, by the text it is calibrated on and by the seed that chooses the windows; test texts."""
+    rows = [row for row in load("quality_smollm2-135m") if row["split"] == "test" and row["preset"] == "best"]
+    patterns = ("50%", "60%", "70%", "2:4")
+    kinds = sorted({(row["calibration"], row["seed"], row["recovered"]) for row in rows}, key=lambda k: (k[0] != "wikitext2", *k))
+    names = {"wikitext2": "WikiText-2", "c4": "C4", "wikitext2+c4": "half of each"}
+    body = []
+    for calibration, seed, recovered in kinds:
+        found = {
+            row["pattern"]: " / ".join(f"{value:.2f}" for value in row["perplexity"].values())
+            for row in rows
+            if (row["calibration"], row["seed"], row["recovered"]) == (calibration, seed, recovered)
+        }
+        label = "`best`, then `recover`" if recovered else "`best`"
+        body.append([names[calibration], str(seed), label, *(found.get(pattern, "–") for pattern in patterns)])
+    cards, dates = (", ".join(sorted({row[key] for row in rows})) for key in ("card", "date"))
+    return table(["calibrated on", "seed", "", *patterns], body) + f"\n\nWikiText-2 / C4. – not run. {cards}, {dates}."
+
+
+def costs() -> str:
+    """What the presets take on a large shape."""
+    runs = load("end_to_end_presets_h200")
+    first = runs[0]["seconds_beside_io"]
+    body = [
+        [f"`{run['settings']['preset']}`", f"{run['seconds_beside_io']:.1f} s", f"{run['seconds_beside_io'] / first:.1f}",
+         f"{run['seconds'].get('gradients', 0.0):.1f} s", f"{run['peak_gpu_gb']:.1f} GB", str(run["uncertified_columns"])]
+        for run in runs
     ]  # fmt: skip
-    return table(["pattern", "switched on", "WikiText-2", "C4"], body) + f"\n\n{rows[0]['card']}, {rows[0]['date']}."
+    run = runs[0]
+    note = f"{run['model']}, {run['samples']} × {run['seqlen']} tokens, {run['pattern']}, beside the disk; "
+    note += f"one {run['gpu']}, {run['date'][:10]}."
+    return table(["", "time", "over `fast`", "of it gradients", "memory of the GPU", "columns not certified"], body) + "\n\n" + note
 
 
 def layers() -> str:
@@ -335,6 +375,30 @@ def tried() -> str:
     return table(["what", "before", "predicted", "measured", "kept"], body) + f"\n\n{note} CUDA graphs of an iteration: {graphs}."
 
 
+def kept() -> str:
+    """What the changes that were kept came to: whole calls and their audits, before and after in one run."""
+    found = load("layer_phases_before_after")
+    audits = ("audit, product", "audit, triangular", "audit, vectors", "start's audit, vectors")
+
+    def change(values: Iterable[float], scale: float, digits: int) -> str:
+        return " → ".join(f"{scale * value:.{digits}f}" for value in values)
+
+    body = [
+        [
+            rows[0]["problem"], change((row["seconds"] for row in rows), 1e3, 1),
+            change((sum(row["parts"].get(name, 0.0) for name in audits) for row in rows), 1e3, 1),
+            change((row["busy_seconds"] for row in rows), 1e3, 1), change((row["launches"] for row in rows), 1, 0),
+            change((row["largest_gap"] for row in rows), 1e5, 1),
+        ]
+        for rows in zip(found["before"]["layers"], found["after"]["layers"], strict=True)
+    ]  # fmt: skip
+    note = f"Before → after. {found['after']['about']['gpu']}, {found['after']['about']['date']}."
+    first = [found[when]["layers"][0]["first_seconds"] for when in ("after", "before")]
+    note += f" The very first call took {first[0]:.1f} s, in which Triton compiles; that of the next process {first[1]:.1f} s."
+    head = ["layer", "whole call, ms", "audits, ms", "GPU busy, ms", "launches", "largest gap, 1e-5"]
+    return table(head, body) + f"\n\n{note}"
+
+
 def few_tokens() -> str:
     """pcg with and without being told the number of samples."""
     rows = load("few_tokens")
@@ -360,13 +424,15 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": cpu,
         "models": models,
     },
-    "docs/reproducing.md": {"ladder": ladder},
+    "docs/reproducing.md": {"ladder": ladder, "calibrations": calibrations},
+    "docs/llm/pruning.md": {"costs": costs},
     "docs/backends.md": {"few-tokens": few_tokens},
     "docs/performance.md": {
         "models": models,
         "phases": phases,
         "layers": layers,
         "tried": tried,
+        "kept": kept,
         "real": real_layers,
         "masks": selection,
         "repeated": repeated,

@@ -69,6 +69,9 @@ def _make_room(path: Path) -> None:
     """Make the folder of the result. OSError, with the reason, where the result cannot be written, before anything is solved."""
     import os
 
+    from qprecon.files import check_replaceable
+
+    check_replaceable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

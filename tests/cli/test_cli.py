@@ -550,3 +550,18 @@ def test_solve_does_not_overwrite_its_problem(tmp_path, capsys):
     before = path.read_bytes()
     assert cli.main(["solve", str(path), "-o", str(path)]) == 2
     assert "overwrite" in capsys.readouterr().err and path.read_bytes() == before
+
+
+UNREADABLE = [
+    "", "wibble", "--wibble", *(f"{command} --wibble" for command in COMMANDS),
+    *(f"{command} a b c d e" for command in COMMANDS if command != "report"),
+    "prune m o --preset wibble", "prune m o --mask", "prune m o --seed 1e3", "solve", "eval", "recover m",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", UNREADABLE)
+def test_what_cannot_be_parsed_is_one_line_that_says_where_all_is_listed(line, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(line.split())
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and len(said) < 400 and "--help" in said, said

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qprecon.errors import BadFileError
-from qprecon.files import JSON, SAFETENSORS, TEXT, check_file, open_text, read_json, read_npz, read_text, reading
+from qprecon.files import JSON, SAFETENSORS, TEXT, check_file, open_text, read_json, read_npz, read_text, reading, write_text
 from qprecon.llm.files.weight_files import read_header
 from tests.bad_files import FAULTS, HTML, Evil
 
@@ -197,3 +197,16 @@ def test_arrays_of_objects_are_refused_without_numpys_advice(tmp_path):
     with pytest.raises(BadFileError) as caught:
         read_npz(tmp_path / "a.npz")
     assert "allow_pickle" not in one_line(caught, tmp_path / "a.npz") and "objects" in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_devices_and_pipes_are_not_replaced(tmp_path):
+    """os.replace would give a file the name of /dev/null, where root asks for it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link"):
+        with pytest.raises(OSError, match=f"{path}: it is a device or a pipe"):
+            write_text(path, "words")
+    assert pipe.is_fifo() and sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "pipe"]
+    assert write_text(tmp_path / "file", "words").read_text() == "words"

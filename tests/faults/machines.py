@@ -11,19 +11,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from .disk import _lasting
-from .runs import ROOT, Ended, Models, Tally, make_models, quiet_environment
+from .runs import ROOT, Ended, Models, Server, Tally, make_models, quiet_environment
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # Extras that are small, with the backend that each brings; those with torch are tried with the campaign's own Python only.
 LIGHT = {"": None, "osqp": "osqp", "piqp": "piqp", "clarabel": "clarabel", "cvxpy": "cvxpy", "mpax": "mpax", "report": None}
 HEAVY = {"torch": "", "llm": "torch", "quantize": "llm"}  # extra -> one whose environment it starts from, as it brings all of it
-_INSTALLING = 900.0
+_INSTALLING, _HERE = 900.0, 300.0  # seconds; a busy machine may take a minute to import torch
 _COMMANDS = ("prune", "recover", "eval", "report", "check-sparse", "solve", "backends", "demo")
 _C = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # name -> (variables set, variables unset)
@@ -37,14 +38,19 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # name -> (
 NAMES = ("with some spaces", "Größe-模型-🦙", "l" * 200, "a'b\"c;d$e", "[x]*?", "-dash", "tab\there")
 
 
-def new_machines(folder: Path, tally: Tally) -> None:
-    """The wheel in an empty environment for each Python that is here and each extra."""
+def new_machines(folder: Path, tally: Tally, only: Collection[str] | None = None) -> None:
+    """The wheel in an empty environment for each Python that is here and each extra.
+
+    only: names of environments, as in the tally's faults, all by default; those without an extra are made anyway.
+    """
     folder.mkdir(parents=True)
     wheel = _wheel(folder)
     _problem(folder / "problem.npz")
     for version, python in interpreters():
         own = version == ".".join(map(str, sys.version_info[:2]))
         for extra in (*LIGHT, *(HEAVY if own else ())):
+            if extra and only is not None and _name(version, extra) not in only:
+                continue
             _installed(python, version, extra, wheel, folder, tally)
         for place in folder.glob(f"venv-{version}-*"):
             shutil.rmtree(place, ignore_errors=True)
@@ -61,6 +67,10 @@ def interpreters(versions: tuple[str, ...] = PYTHONS) -> Iterator[tuple[str, Pat
                 break
 
 
+def _name(version: str, extra: str) -> str:
+    return f"Python {version} with {extra or 'no extra'}"
+
+
 def _wheel(folder: Path) -> Path:
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "tests", "site"))
@@ -74,7 +84,7 @@ def _problem(path: Path) -> None:
 
 
 def _installed(python: Path, version: str, extra: str, wheel: Path, folder: Path, tally: Tally) -> None:
-    place, name = folder / f"venv-{version}-{extra}", f"Python {version} with {extra or 'no extra'}"
+    place, name = folder / f"venv-{version}-{extra}", _name(version, extra)
     if extra:  # what pip installs without the extra is there already; its files are shared, not copied
         shutil.copytree(folder / f"venv-{version}-{HEAVY.get(extra, '')}", place, symlinks=True, copy_function=os.link)
     else:
@@ -83,7 +93,7 @@ def _installed(python: Path, version: str, extra: str, wheel: Path, folder: Path
     install = [*pip, "install", "-q", "--no-compile", f"{wheel}[{extra}]" if extra else str(wheel)]
     if (ended := _run(install, _INSTALLING)).code != 0:
         tally.counts["environments that pip cannot make"] += 1
-        tally.counts[f"pip: Python {version} with {extra or 'no extra'}"] += 1
+        tally.counts[f"pip: {name}"] += 1
         return
     tally.counts[f"environments with Python {version}"] += 1
     for what, codes, said, command in _trials(place, extra, folder):
@@ -116,15 +126,15 @@ def _trials(place: Path, extra: str, folder: Path) -> Iterator[tuple[str, tuple[
     if extra != "report":
         yield "report", (2,), "", [*run, "report", str(folder)]
     else:
-        yield "report", (2,), "so qprecon did not write it", [*run, "report", str(folder)]
+        yield "report", (2,), "holds no qprecon_report.json", [*run, "report", str(folder)]
 
 
-def odd_homes(folder: Path, tally: Tally) -> None:
-    """The campaign's own environment with odd homes and locales, and with folders of odd names."""
+def odd_homes(server: Server, folder: Path, tally: Tally) -> None:
+    """The campaign's own environment with odd homes and locales, a process each; and folders of odd names."""
     models = make_models(folder / "models", ("llama",))
     right = None
     for name, (given, taken) in {"as it is": ({}, ()), **ENVIRONMENTS}.items():
-        found = _pruned(models, folder / "out", tally, name, given, taken)
+        found = _pruned(models, folder / "out", tally, name, partial(run_here, given=given, taken=taken))
         right = right or found
         tally.counts["odd homes and locales"] += name != "as it is"
         if found != right:
@@ -132,17 +142,17 @@ def odd_homes(folder: Path, tally: Tally) -> None:
         shutil.rmtree(folder / "out", ignore_errors=True)
     for name in NAMES:
         shutil.copytree(models.folder, folder / name / "models")
-        found = _pruned(Models(folder / name / "models"), folder / name / "out", tally, name, {}, ())
+        found = _pruned(Models(folder / name / "models"), folder / name / "out", tally, name, server.run)
         tally.counts["odd names of folders"] += 1
         weights = {file for file in right if file.endswith(".safetensors") and found.get(file) != right[file]}
         if weights:
             tally.fault(name, f"other weights: {sorted(weights)}")
 
 
-def _pruned(models: Models, out: Path, tally: Tally, name: str, given: dict[str, str], taken: tuple[str, ...]) -> dict[str, str]:
+def _pruned(models: Models, out: Path, tally: Tally, name: str, run: Callable[[list[str]], Ended]) -> dict[str, str]:
     commands = [models.prune("llama", out), models.evaluate("llama"), ["report", str(out)]]
     for command in commands:
-        if (wrong := run_here(command, given, taken).wrong(0)) is not None:
+        if (wrong := run(command).wrong(0)) is not None:
             tally.fault(f"{name}: {command[0]}", wrong)
     return _lasting(out) if out.is_dir() else {}
 
@@ -150,7 +160,7 @@ def _pruned(models: Models, out: Path, tally: Tally, name: str, given: dict[str,
 def run_here(command: list[str], given: dict[str, str], taken: tuple[str, ...]) -> Ended:
     """A command in a process of its own, with these variables set and those unset."""
     environment = {key: value for key, value in {**quiet_environment(), **given}.items() if key not in taken}
-    return _run([sys.executable, "-m", "qprecon", *command], 120.0, environment=environment)
+    return _run([sys.executable, "-m", "qprecon", *command], _HERE, environment=environment)
 
 
 def _run(

@@ -9,7 +9,7 @@ import json
 import random as _random
 import string
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,15 @@ _SLOW = 20.0  # seconds in which a recipe has been read, whatever it is
 _CHECKED_ONLY = {"kind": "checks_only"}
 
 
-def random_recipes(server: Server, models: Models, folder: Path, count: int, tally: Tally, through: int = 50) -> None:
-    """`count` recipes, some with words that are misspelt, of the wrong type or contradict each other; each `through`-th is run."""
+def random_recipes(
+    server: Server, models: Models, folder: Path, count: int, tally: Tally, through: int = 50, only: Sequence[int] | None = None
+) -> None:
+    """`count` recipes, some with words that are misspelt, of the wrong type or contradict each other; each `through`-th is run.
+
+    only: the numbers of those that are tried, all by default.
+    """
     folder.mkdir(parents=True)
-    for number in range(count):
+    for number in range(count) if only is None else only:
         random = tally.random(number)
         words, odd = _recipe(random)
         path, out = folder / "recipe.yaml", folder / f"out-{number}"

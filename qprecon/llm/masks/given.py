@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qprecon.files import NPZ, read_json, read_npz, reading
+from qprecon.files import NPZ, near, read_json, read_npz, reading
 from qprecon.llm.files.codes import read_codes
 from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
@@ -152,7 +152,7 @@ def _open(source: Mapping[str, object] | str | Path, experts: bool) -> tuple[Ent
     if path.is_dir():
         return list(_checkpoint(path, experts)), _checkpoint_orientation(path)
     if not path.exists():
-        raise FileNotFoundError(f"no masks at {path}")
+        raise FileNotFoundError(f"mask_file: no masks at {path}{near(path)}")
     if path.suffix == ".npz":
         arrays = read_npz(path)
         with reading(path, NPZ, ValueError, KeyError, TypeError, IndexError):

@@ -92,7 +92,7 @@ def allocation_asked(recipe: Recipe) -> Owl | ByLoss | None:
             raise ValueError(f"allocation_options ({', '.join(options)}) need allocation={' or '.join(map(repr, RULES))}")
         return None
     if recipe.mask == "given":
-        raise ValueError(f"allocation {name!r}: given masks are taken as they are, so it would have no effect")
+        raise ValueError(f"allocation {name!r}: given masks (mask_file) are taken as they are, so it would have no effect")
     if isinstance(recipe.amount, Mapping):
         raise ValueError(f"allocation {name!r} needs one sparsity for all layers; the pattern gives each its own")
     known = [each.name for each in fields(RULES[name]) if each.name != "overall"]

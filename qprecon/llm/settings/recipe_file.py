@@ -146,8 +146,12 @@ def _without_shorthands(words: Mapping[str, Any], base: Mapping[str, Any] | None
     """The two words that stand for something else, as what they stand for. `base`: words that these are to be laid over."""
     words = dict(words)
     if (path := words.pop("mask_file", None)) is not None:
-        if words.setdefault("mask", "given") != "given":
-            raise ValueError(f"mask_file gives the masks, so mask {words['mask']!r} would have no effect: leave one out")
+        if not isinstance(path, str) or not path.strip():
+            raise ValueError(f"mask_file must be the path of a file or a folder, got {path!r}")
+        said = [word for word in words if ALIASES.get(word, word) == "mask"]
+        if other := [word for word in said if words[word] != "given"]:
+            raise ValueError(f"mask_file gives the masks, so {other[0]} {words[other[0]]!r} would have no effect: leave one out")
+        words |= {} if said else {"mask": "given"}
         words["mask_options"] = {**(words.get("mask_options") or {}), "masks": path}
     skip = words.pop("skip_attention", False)
     if not isinstance(skip, bool):

@@ -355,3 +355,17 @@ def test_what_is_no_pattern_is_named_by_its_word(words, named):
     with pytest.raises(ValueError, match="recipe: ") as refusal:
         checked(words)
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "words", [{"mask_file": 7}, {"mask_file": " "}, {"mask_file": True}, {"mask_file": [[]]}, {"mask_file": "a", "mask": "wanda"},
+              {"mask_file": "a", "prune_method": "wanda"}],
+)  # fmt: skip
+def test_what_is_wrong_about_mask_file_names_it(words):
+    with pytest.raises(ValueError, match="mask_file"):
+        checked(words)
+
+
+def test_mask_file_goes_with_mask_given():
+    for more in ({}, {"mask": "given"}, {"prune_method": "given"}):
+        assert checked({"mask_file": "a", **more}) == {"mask": "given", "mask_options": {"masks": "a"}}
