@@ -100,15 +100,55 @@ def ladder() -> str:
     rows = [row for row in load("quality_smollm2-135m") if row["split"] == "validation"]
     names = {
         "alps": "ALPS's mask", "order": "order", "drift": "drift", "token_weights": "token weights", "residual": "residual stream",
-        "output_weights": "output weights", "allocation": "allocation by loss",
+        "output_weights": "output weights", "allocation": "allocation by loss", "refine=block": "refinement of blocks",
+        "refine=halves": "refinement of half blocks",
     }  # fmt: skip
     patterns = ("50%", "60%", "70%", "2:4")
+
+    def switched_on(row: dict[str, Any]) -> str:
+        own = [names.get(each, each) for each in row["ingredients"]]
+        return " + ".join([f"`{row['preset']}`", *own] if row["preset"] != "fast" or not own else own)
+
     body = [
-        [row["pattern"], " + ".join(names.get(each, each) for each in row["ingredients"]) or "Wanda + optimal, as `fast`",
-         *(f"{value:.2f}" for value in row["perplexity"].values())]
+        [row["pattern"], switched_on(row), *(f"{value:.2f}" for value in row["perplexity"].values()), row["card"]]
         for row in sorted(rows, key=lambda row: (patterns.index(row["pattern"]), -row["perplexity"]["wikitext2"]))
+    ]
+    dates = ", ".join(sorted({row["date"] for row in rows}))
+    return table(["pattern", "switched on", "WikiText-2", "C4", "card"], body) + f"\n\n{dates}."
+
+
+def calibrations() -> str:
+    """`best`, by the text it is calibrated on and by the seed that chooses the windows; test texts."""
+    rows = [row for row in load("quality_smollm2-135m") if row["split"] == "test" and row["preset"] == "best"]
+    patterns = ("50%", "60%", "70%", "2:4")
+    kinds = sorted({(row["calibration"], row["seed"], row["recovered"]) for row in rows}, key=lambda k: (k[0] != "wikitext2", *k))
+    names = {"wikitext2": "WikiText-2", "c4": "C4", "wikitext2+c4": "half of each"}
+    body = []
+    for calibration, seed, recovered in kinds:
+        found = {
+            row["pattern"]: " / ".join(f"{value:.2f}" for value in row["perplexity"].values())
+            for row in rows
+            if (row["calibration"], row["seed"], row["recovered"]) == (calibration, seed, recovered)
+        }
+        label = "`best`, then `recover`" if recovered else "`best`"
+        body.append([names[calibration], str(seed), label, *(found.get(pattern, "–") for pattern in patterns)])
+    cards, dates = (", ".join(sorted({row[key] for row in rows})) for key in ("card", "date"))
+    return table(["calibrated on", "seed", "", *patterns], body) + f"\n\nWikiText-2 / C4. – not run. {cards}, {dates}."
+
+
+def costs() -> str:
+    """What the presets take on a large shape."""
+    runs = load("end_to_end_presets_h200")
+    first = runs[0]["seconds_beside_io"]
+    body = [
+        [f"`{run['settings']['preset']}`", f"{run['seconds_beside_io']:.1f} s", f"{run['seconds_beside_io'] / first:.1f}",
+         f"{run['seconds'].get('gradients', 0.0):.1f} s", f"{run['peak_gpu_gb']:.1f} GB", str(run["uncertified_columns"])]
+        for run in runs
     ]  # fmt: skip
-    return table(["pattern", "switched on", "WikiText-2", "C4"], body) + f"\n\n{rows[0]['card']}, {rows[0]['date']}."
+    run = runs[0]
+    note = f"{run['model']}, {run['samples']} × {run['seqlen']} tokens, {run['pattern']}, beside the disk; "
+    note += f"one {run['gpu']}, {run['date'][:10]}."
+    return table(["", "time", "over `fast`", "of it gradients", "memory of the GPU", "columns not certified"], body) + "\n\n" + note
 
 
 def layers() -> str:
@@ -384,7 +424,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": cpu,
         "models": models,
     },
-    "docs/reproducing.md": {"ladder": ladder},
+    "docs/reproducing.md": {"ladder": ladder, "calibrations": calibrations},
+    "docs/llm/pruning.md": {"costs": costs},
     "docs/backends.md": {"few-tokens": few_tokens},
     "docs/performance.md": {
         "models": models,

@@ -48,8 +48,9 @@ def shifted_geometric_mean(seconds: Sequence[float], shift: float = SHIFT) -> fl
 
 
 def _column(rows: Sequence[Row], names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Of one accuracy: name -> share certified, and mean relative to the least."""
+    """Of one accuracy: name -> share certified, and mean relative to the least, of those that were measured on all problems."""
     shares, means = {}, {}
+    problems = {row["problem"] for row in rows}
     for name in names:
         own = [row for row in rows if row["backend"] == name and row["note"] != _NO_PART]
         if own:
@@ -58,6 +59,8 @@ def _column(rows: Sequence[Row], names: Sequence[str]) -> dict[str, tuple[str, s
             good = [(row["seconds"] or math.inf) <= most and row["certified_fraction"] == 1.0 for row, most in pairs]
             shares[name] = sum(good) / len(own)
             seconds = [row["seconds"] if sure else most for row, sure, most in zip(own, good, limits, strict=True)]
-            means[name] = shifted_geometric_mean(seconds)
+            if {row["problem"] for row in own} == problems:  # a mean of the easier ones would look like more than it is
+                means[name] = shifted_geometric_mean(seconds)
     least = min(means.values(), default=1.0)
-    return {name: (f"{100 * shares[name]:.0f} %", f"{means[name] / least:.3g}") for name in means}
+    mean = lambda name: f"{means[name] / least:.3g}" if name in means else "–"  # noqa: E731
+    return {name: (f"{100 * share:.0f} %", mean(name)) for name, share in shares.items()}

@@ -48,3 +48,9 @@ def test_the_kinds_of_problems():
     assert [line.split(":")[0] for line in tables] == [
         "1 problems without rhs and bounds", "1 problems with rhs", "1 problems with bounds", "1 problems with rhs and bounds",
     ]  # fmt: skip
+
+
+def test_a_mean_is_of_all_problems_or_there_is_none():
+    rows = [row("slow", "a", 0.9), row("slow", "b", 0.9), row("easy only", "a", 0.1)]
+    lines = scores(rows, ("slow", "easy only"))
+    assert cells(lines, "slow")[2:4] == ["100 %", "1"] and cells(lines, "easy only")[2:4] == ["100 %", "–"]
