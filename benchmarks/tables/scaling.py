@@ -88,7 +88,10 @@ def one_card() -> str:
 def recovery() -> str:
     """`recover` on one rank and on several, measured."""
     if not load("recover_ranks"):
-        return "Not measured on GPUs. On processors, two and three processes give the weights of one (`tests/llm/ranks`)."
+        return (
+            "Not measured: no run through NCCL has been seen to its end yet. On processors, through Gloo, two and three processes "
+            "give the weights of one (`tests/llm/ranks/test_recover.py`)."
+        )
     rows = []
     for result in load("recover_ranks"):
         first = result["runs"][0]
