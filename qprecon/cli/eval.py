@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from qprecon.llm.evaluation.assessment import evaluate
 
-    if (adapter := Path(arguments.model).expanduser() / "adapter" / "adapter_config.json").is_file():
+    if (adapter := Path(os.path.expanduser(arguments.model)) / "adapter" / "adapter_config.json").is_file():
         print(f"note: {adapter.parent} is not loaded: measured are the weights without their low-rank part", file=sys.stderr)
 
     results = evaluate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from qprecon.arrays.memory import out_of_memory
 from qprecon.files import one_line
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quiet and flags.get("progress", "quiet") != "quiet":
         raise ValueError("--quiet and --progress say two things: give one of them")
     words = command_words(arguments.recipe, flags)
+    words["out"] = os.path.expanduser(words["out"])  # a recipe's ~ is nobody's to expand but ours
     named = {"calibration": named_calibration(words["calibration"])}  # read once the model is known to be one
     quiet = {"progress": "quiet"} if arguments.quiet else {}
     try:

@@ -565,3 +565,30 @@ def test_what_cannot_be_parsed_is_one_line_that_says_where_all_is_listed(line, c
         cli.main(line.split())
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1 and len(said) < 400 and "--help" in said, said
+
+
+def test_a_tilde_in_a_recipe_is_the_home(folder, tmp_path, monkeypatch):
+    """No shell expands what stands in a file."""
+    monkeypatch.setenv("HOME", str(folder))
+    (tmp_path / "recipe.yaml").write_text(
+        "model: ~/model\nout: ~/of a recipe\ncalibration: ~/calib.txt\nnsamples: 2\nseqlen: 16\nupdate: none\ndevice: cpu\n"
+    )
+    assert cli.main(["prune", "--recipe", str(tmp_path / "recipe.yaml"), "--quiet"]) == 0
+    assert (folder / "of a recipe" / "recipe.yaml").is_file()
+    (tmp_path / "recipe.yaml").write_text(
+        "model: ~/model\nout: ~/another\nmask_file: ~/of a recipe\ncalibration: ~/calib.txt\nnsamples: 2\nseqlen: 16\n"
+    )
+    assert cli.main(["prune", "--recipe", str(tmp_path / "recipe.yaml"), "--quiet"]) == 0
+
+
+NOBODYS = (
+    "prune ~nobody-here/m out --calib builtin", "prune {model} out --seqlen 16 --calib ~nobody-here/t.txt",
+    "eval ~nobody-here/m --text builtin", "prune {model} out --calib builtin --mask-file ~nobody-here/m",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NOBODYS)
+def test_the_home_of_nobody_is_a_name(line, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([word.format(model=folder / "model") for word in line.split()]) == 2
+    assert "nobody-here" in capsys.readouterr().err

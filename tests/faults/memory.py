@@ -25,8 +25,7 @@ from .kills import CONTINUED, finished_blocks
 from .runs import Ended, Models, Server, Tally, beside, contents
 
 LEAST = {"cpu": 2**10, "cuda": 2**20}  # bytes of an allocation that counts; models on a CPU are tiny
-# Of a model on a GPU, see `make_wide`. Of layers that are alike one each, as most of a run's allocations are those of its solves.
-_WIDER = ["--nsamples", "2", "--seqlen", "512", "--targets", "re:.*(q_proj|k_proj|down_proj)"]
+_WIDER = ["--nsamples", "4", "--seqlen", "512"]  # of a model on a GPU, see `make_wide`
 
 
 class InProcess:

@@ -42,7 +42,7 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         OSError: the data set cannot be had; the message says what to give instead.
         ValueError: a source without any text; BadFileError, one of its kind, for a file that is not what it should be, by name.
     """
-    name = source.as_posix() if isinstance(source, Path) else source
+    name = os.path.expanduser(source.as_posix() if isinstance(source, Path) else source)
     if name == "builtin":
         texts = _builtin_texts()
     elif _is_file(name):
@@ -72,7 +72,7 @@ def _is_data_set(folder: Path) -> bool:
 
 def _is_file(name: str) -> bool:
     try:
-        path = Path(name)
+        path = Path(os.path.expanduser(name))
         return path.is_file() or path.is_fifo()
     except (OSError, ValueError):  # longer than a file's name can be; a NUL in it
         return False

@@ -17,6 +17,7 @@ Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = k
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +95,8 @@ def load_masks(
     """
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {orientation!r}")
+    if not isinstance(source, Mapping):
+        source = Path(os.path.expanduser(source))
     found, default = _open(source, experts=names is not None)
     by_name = {_bare(key): read for key, read in found}
     own = stored if stored and _is_folder(source) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,7 +157,7 @@ def model_folder(model: str | Path) -> Path:
     """
     if not str(model):
         raise ValueError("the model's name is empty: give a folder or a hub name")
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_file():
         raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name")
     if path.is_dir():
@@ -179,7 +180,7 @@ def local_copy(model: str) -> Path | None:
     """The folder of a model as far as it is here, by path or hub name, without asking anybody; None where it is not."""
     from huggingface_hub import constants, snapshot_download
 
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if (path / "config.json").is_file():
         return path
     if not is_hub_name(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def _pruned(
     with log.phase("load"):
         if out is not None:
             given, out = out, ranks.decided(lambda: check_output(where.out))
-            if Path(given).expanduser().is_symlink():
+            if Path(os.path.expanduser(given)).is_symlink():
                 log.note(f"{given} is a link: the model is written to {out}")
         if store not in (None, "auto"):
             choose_device(store, "store")

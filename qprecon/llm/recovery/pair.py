@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def identity(source: Any, model: nn.Module) -> Any:
 
 def pruned_with(source: Any) -> dict[str, Any] | None:
     """How a folder's report says that the model was pruned; None where there is no such report."""
-    folder = Path(source).expanduser() if isinstance(source, str | Path) else None
+    folder = Path(os.path.expanduser(source)) if isinstance(source, str | Path) else None
     if folder is None or not folder.is_dir():
         return None
     try:

@@ -88,8 +88,8 @@ def check_apart(model: Any, out: str | Path) -> None:
     """ValueError if `out` is the folder of a model that is read, or lies in it."""
     if not isinstance(model, str | Path):
         return
-    own = Path(model).expanduser().resolve()
-    if own == (out := Path(out).expanduser().resolve()):
+    own = Path(os.path.expanduser(model)).resolve()
+    if own == (out := Path(os.path.expanduser(out)).resolve()):
         raise ValueError(f"out is the model's own folder, {out}; choose another")
     if own.is_dir() and own in out.parents:
         raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
@@ -133,7 +133,7 @@ def _save_generation(model: Any, folder: Path, source: Path | None) -> None:
 
 
 def _followed(out: str | Path) -> Path:
-    path = Path(os.path.realpath(Path(out).expanduser()))
+    path = Path(os.path.realpath(Path(os.path.expanduser(out))))
     if any(part.is_symlink() for part in (path, *path.parents)):  # a ring is all that realpath leaves
         raise FileExistsError(f"output {out} is a link that leads back to itself")
     return path
