@@ -57,10 +57,10 @@ def loss_gradients(
     windows, where the inputs are a share. ValueError, naming the block,
     for a gradient that is not finite; MemoryError where the host's memory cannot hold what is to be kept.
     """
-    kept, last, containers = _forward(source, inputs)
+    kept, following, containers = _forward(source, inputs)
     gradients = LossGradients.begun(inputs, ranks)
     found = _Found(gradients, inputs)
-    following = _head_gradients(source, last, windows, containers, inputs)
+    _put_head_gradients(source, following, windows, containers, inputs)
     first_wanted = next(index for index, views in enumerate(layers) if views)
     starts = [first for first in sorted(kept, reverse=True) if first + TOGETHER > first_wanted]
     for first, before in zip(starts, [*starts[1:], -1], strict=True):
@@ -119,11 +119,14 @@ def _forward(
     return kept, hidden, containers
 
 
-def _head_gradients(
-    source: Source, last: Sequence[torch.Tensor], windows: Sequence[torch.Tensor], containers: Mapping[type, tuple | None],
+def _put_head_gradients(
+    source: Source, last: list[torch.Tensor], windows: Sequence[torch.Tensor], containers: Mapping[type, tuple | None],
     inputs: BlockInputs,
-) -> list[torch.Tensor]:  # fmt: skip
-    """The gradient of the summed loss with respect to what the last block returns, for each sample."""
+) -> None:  # fmt: skip
+    """In place of what the last block returns for each sample, the gradient of the summed loss with respect to it.
+
+    In place, since each of the two takes gigabytes.
+    """
     final = len(source.blocks) - 1
     coming = iter(windows)
     given: list[torch.Tensor] = []  # what the last block is to return
@@ -133,9 +136,8 @@ def _head_gradients(
         rest = containers.get(type(source.blocks[index].module))
         return hidden if rest is None else (hidden, *rest)
 
-    gradients = []
     with source.outside(), replaced_forwards(source.blocks, instead):
-        for hidden in last:
+        for sample, hidden in enumerate(last):
             parts: list[torch.Tensor] = []
             for row in hidden.to(inputs.device).split(1):  # the logits of one window are large enough
                 numbers = next(coming).reshape(1, -1).to(inputs.device)
@@ -146,8 +148,7 @@ def _head_gradients(
                     scale = _FLOAT16_SCALE if row.dtype == torch.float16 else 1.0
                     with _explained(source.blocks[final].name):
                         parts += torch.autograd.grad(loss * scale, given)
-            gradients.append(stored(torch.cat(parts), inputs.store))
-    return gradients
+            last[sample] = stored(torch.cat(parts), inputs.store)
 
 
 def _backward(

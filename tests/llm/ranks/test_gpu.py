@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def scaled(tmp_path, *arguments):
-    """The runs of benchmarks/models/scaling.py on one rank and on two, and how the outputs differ."""
-    command = [sys.executable, "benchmarks/models/scaling.py", "--model", "tiny", "--samples", "32", "--seqlen", "256"]
+    """The runs of benchmarks/ranks/scaling.py on one rank and on two, and how the outputs differ."""
+    command = [sys.executable, "benchmarks/ranks/scaling.py", "--model", "tiny", "--samples", "32", "--seqlen", "256"]
     command += ["--workdir", str(tmp_path), "--out-json", str(tmp_path / "out.json"), *arguments]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-3000:]
@@ -42,7 +42,7 @@ def test_two_cards_recover_alike(tmp_path):
     """Through FSDP2 and NCCL, in bfloat16 with float32 masters."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device only")
-    command = [sys.executable, "benchmarks/models/recover_ranks.py", "--model", "tiny", "--windows", "16", "--seqlen", "128"]
+    command = [sys.executable, "benchmarks/ranks/recover_ranks.py", "--model", "tiny", "--windows", "16", "--seqlen", "128"]
     command += ["--passes", "2", "--workdir", str(tmp_path), "--out-json", str(tmp_path / "out.json")]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-3000:]

@@ -1,7 +1,7 @@
 """Recovery on one rank and on several of the same host, through FSDP2: time of a step, memory, and whether the answers agree.
 
-    python benchmarks/models/recover_ranks.py --model llama-3.2-1b --ranks 1 2 --workdir /tmp/models
-    python benchmarks/models/recover_ranks.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
+    python benchmarks/ranks/recover_ranks.py --model llama-3.2-1b --ranks 1 2 --workdir /tmp/models
+    python benchmarks/ranks/recover_ranks.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
 
 A random model of the named shape is written first, and a copy of it whose smallest half of every layer's weights is zero. Each run
 goes from disk to disk, with the same windows and the same batch. torchrun starts the processes once: each does a step on its own
@@ -30,7 +30,7 @@ from torch import distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.random_models import SHAPES, write_random_model
-from benchmarks.models.scaling import compared
+from benchmarks.ranks.scaling import compared
 from qprecon.llm import recover
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears

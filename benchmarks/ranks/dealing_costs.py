@@ -1,6 +1,6 @@
 """What a matrix costs once and a column each time, by inputs: the figures by which columns are dealt to ranks.
 
-    python benchmarks/models/dealing_costs.py --inputs 4096 14336 --out-json benchmarks/results/dealing_costs.json
+    python benchmarks/ranks/dealing_costs.py --inputs 4096 14336 --out-json benchmarks/results/dealing_costs.json
 
 For each number of inputs a layer with few and one with many columns are prepared, solved and audited, as a rank does (Wanda's masks
 of 50 %, tokens with outlier channels). The difference gives the seconds of a column, the rest what is done once; `seconds_once` and

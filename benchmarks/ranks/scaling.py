@@ -1,8 +1,8 @@
 """One run on one rank and on several ranks of the same host: time, memory, bytes, and whether the answers agree.
 
-    python benchmarks/models/scaling.py --model llama-3.1-8b --ranks 1 2 --workdir /tmp/models
-    python benchmarks/models/scaling.py --model llama-3.2-1b --ranks 1 2 --device cuda:0     (two processes on one card, by Gloo)
-    python benchmarks/models/scaling.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
+    python benchmarks/ranks/scaling.py --model llama-3.1-8b --ranks 1 2 --workdir /tmp/models
+    python benchmarks/ranks/scaling.py --model llama-3.2-1b --ranks 1 2 --device cuda:0     (two processes on one card, by Gloo)
+    python benchmarks/ranks/scaling.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
 
 A random model of the named shape is written first (inputs/random_models.py). Each run is started by torchrun, from disk to disk.
 Its time is that of `prune_model` alone: processes, imports and NCCL's first message come before. Then the outputs are compared

@@ -1,6 +1,6 @@
 """What a run takes on paper, by shape and number of ranks: flops, bytes, seconds and memory of a block and of the whole model.
 
-    python benchmarks/models/scaling_paper.py            (rewrites benchmarks/results/scaling_paper.json)
+    python benchmarks/ranks/scaling_paper.py            (rewrites benchmarks/results/scaling_paper.json)
 
 Flops and bytes are counted. Seconds scale each phase of a measured run on one H100 (llama-3.1-8b in results/end_to_end_h100.json)
 by the flops of its kind; what a group of layers costs is estimated as the dealing of columns does (qprecon/llm/ranks/dealing.py),
