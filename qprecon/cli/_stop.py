@@ -6,6 +6,7 @@ then is left under a temporary name, and the next run goes on.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -29,8 +30,8 @@ _SHOW_CURSOR = "\x1b[?25h"  # a bar hides it
 def signals_raise(to_the_end: bool) -> Iterator[None]:
     """Meanwhile the first SIGINT raises KeyboardInterrupt, the first SIGTERM `Terminated`; a second one ends the process at once.
 
-    to_the_end: a second one does so afterwards too, while the process says that it ends and Python shuts down. A signal that
-    somebody else handles, or ignores, is left to that.
+    to_the_end: afterwards, while the process says that it ends and Python shuts down, any ends it at once, a first one too. A
+    signal that somebody else handles, or ignores, is left to that.
     """
     old = {number: signal.getsignal(number) for number in _KINDS}
     if threading.current_thread() is not threading.main_thread():  # Python lets only the main thread do so
@@ -42,9 +43,16 @@ def signals_raise(to_the_end: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        told = any(signal.getsignal(number) is _end for number in own)
-        for number in own if not (told and to_the_end) else ():
-            signal.signal(number, old[number])
+        for number in own:
+            signal.signal(number, _end if to_the_end else old[number])
+        if to_the_end:
+            atexit.register(_ignore, own)
+
+
+def _ignore(numbers: list[int]) -> None:
+    """All is done and said: Python, which would take the handlers away as it ends, is left to end with the code that is due."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _raise(number: int, _: object) -> None:
