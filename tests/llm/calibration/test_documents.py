@@ -157,7 +157,7 @@ def test_a_folder_is_no_text(tmp_path):
 
 
 def test_a_folder_of_rows_is_a_data_set(tmp_path):
-    pytest.importorskip("datasets")
+    pytest.importorskip("datasets", exc_type=ImportError)
     (tmp_path / "train.jsonl").write_text(LINES)
     assert load_texts(tmp_path) == TEXTS
 
