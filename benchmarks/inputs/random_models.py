@@ -45,7 +45,16 @@ def _qwen25_05b():
     )  # fmt: skip
 
 
+def _tiny():
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    )  # fmt: skip
+
+
 SHAPES = {
+    "tiny": _tiny,
     "qwen2.5-0.5b": _qwen25_05b,
     "llama-3.1-70b": lambda: _llama(8192, 28672, 80, 64, 128, False, 8.0),
     "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32, 128, False, 8.0),
@@ -53,6 +62,16 @@ SHAPES = {
     "llama-3.2-1b": lambda: _llama(2048, 8192, 16, 32, 64, True, 32.0),
     "gemma-2-2b": _gemma2_2b,
 }
+
+
+def random_model(name: str, workdir: str | Path, *, blocks: int | None = None, device: str = "cpu") -> Path:
+    """The folder of a model of a named shape, of the first so many blocks; written if it is not there."""
+    config = SHAPES[name]()
+    if blocks is not None:
+        config.num_hidden_layers = min(blocks, config.num_hidden_layers)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return write_random_model(config, Path(workdir) / f"{name}-{config.num_hidden_layers}", device=device)
 
 
 def write_random_model(config, folder: Path, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Path:

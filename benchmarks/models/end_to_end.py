@@ -28,7 +28,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.inputs.random_models import SHAPES, write_random_model
+from benchmarks.inputs.random_models import SHAPES, random_model
 from benchmarks.models.end_to_end_probe import Probe, floor, measured_rates
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
@@ -89,15 +89,10 @@ def _model_folder(arguments: argparse.Namespace, device: torch.device) -> tuple[
     """The folder of the model and its name in the results; a random model is written first, outside all timing."""
     if arguments.model not in SHAPES:
         return Path(arguments.model), Path(arguments.model).name
-    config, name = SHAPES[arguments.model](), arguments.model
-    if arguments.blocks is not None:
-        config.num_hidden_layers = min(arguments.blocks, config.num_hidden_layers)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: config.num_hidden_layers]
-        name += f" ({config.num_hidden_layers} blocks)"
-    folder = Path(arguments.workdir) / f"{arguments.model}-{config.num_hidden_layers}"
     started = time.perf_counter()
-    write_random_model(config, folder, device=str(device))
+    folder = random_model(arguments.model, arguments.workdir, blocks=arguments.blocks, device=str(device))
+    depth = folder.name.rpartition("-")[2]
+    name = arguments.model if arguments.blocks is None else f"{arguments.model} ({depth} blocks)"
     os.sync()  # else the run would wait for these files to reach the disk when it forces its own there
     print(f"random weights of {name} in {folder}: {time.perf_counter() - started:.1f} s")
     return folder, f"{name}, random weights"

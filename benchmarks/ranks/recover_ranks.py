@@ -29,7 +29,7 @@ from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.inputs.random_models import SHAPES, write_random_model
+from benchmarks.inputs.random_models import SHAPES, random_model
 from benchmarks.ranks.scaling import compared
 from qprecon.llm import recover
 from qprecon.llm.model.blocks import find_blocks
@@ -62,7 +62,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-3.2-1b", help=f"tiny, {', '.join(SHAPES)}")
+    parser.add_argument("--model", default="llama-3.2-1b", help=", ".join(SHAPES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--blocks", type=int, help="only so many blocks")
     parser.add_argument("--windows", type=int, default=64)
@@ -78,18 +78,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _models(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    if arguments.model == "tiny":
-        config = transformers.LlamaConfig(
-            vocab_size=1024, hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8,
-            num_key_value_heads=4,
-        )  # fmt: skip
-    else:
-        config = SHAPES[arguments.model]()
-    if arguments.blocks is not None:
-        config.num_hidden_layers = min(arguments.blocks, config.num_hidden_layers)
-    dense = Path(arguments.workdir) / f"{arguments.model}-{config.num_hidden_layers}"
     cuda = torch.cuda.is_available() and arguments.device is None
-    write_random_model(config, dense, device="cuda" if cuda else "cpu")
+    dense = random_model(arguments.model, arguments.workdir, blocks=arguments.blocks, device="cuda" if cuda else "cpu")
     pruned = dense.with_name(f"{dense.name}-pruned")
     if not pruned.is_dir():
         model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype="auto")

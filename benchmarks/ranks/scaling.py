@@ -32,7 +32,7 @@ from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.inputs.random_models import SHAPES, write_random_model
+from benchmarks.inputs.random_models import SHAPES, random_model
 from qprecon.llm import PruneReport, prune_model
 
 IO_PHASES = ("read", "write", "save")
@@ -67,7 +67,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-3.1-8b", help=f"tiny, {', '.join(SHAPES)}")
+    parser.add_argument("--model", default="llama-3.1-8b", help=", ".join(SHAPES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--blocks", type=int, help="only so many blocks")
     parser.add_argument("--samples", type=int, default=128)
@@ -91,19 +91,9 @@ def _device(arguments: argparse.Namespace) -> torch.device:
 
 
 def _model_folder(arguments: argparse.Namespace) -> tuple[Path, str]:
-    if arguments.model == "tiny":
-        config = transformers.LlamaConfig(
-            vocab_size=1024, hidden_size=256, intermediate_size=640, num_hidden_layers=4, num_attention_heads=8,
-            num_key_value_heads=4,
-        )  # fmt: skip
-    else:
-        config = SHAPES[arguments.model]()
-    if arguments.blocks is not None:
-        config.num_hidden_layers = min(arguments.blocks, config.num_hidden_layers)
-    folder = Path(arguments.workdir) / f"{arguments.model}-{config.num_hidden_layers}"
-    write_random_model(config, folder, device=str(_device(arguments)))
+    folder = random_model(arguments.model, arguments.workdir, blocks=arguments.blocks, device=str(_device(arguments)))
     os.sync()
-    return folder, f"{arguments.model}, random weights, {config.num_hidden_layers} blocks"
+    return folder, f"{arguments.model}, random weights, {folder.name.rpartition('-')[2]} blocks"
 
 
 def _launched(arguments: argparse.Namespace, folder: Path, out: Path, size: int) -> dict[str, Any]:
