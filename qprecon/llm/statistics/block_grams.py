@@ -13,7 +13,8 @@ from qprecon.llm.statistics.gram import Gram
 
 @dataclass(frozen=True)
 class BlockGrams:
-    """The Gram matrix of each linear of a block, by name, and the block's outputs if they were asked for.
+    """The Gram matrix of each linear of a block, by name, and the block's outputs if they were asked for; dense_outputs: those of
+    the dense block on the dense stream, where they came up on the way.
 
     output_scales: by what masks multiply a layer's outputs, (K,); see `LossGradients.output_scales`. arrive: waits for the sum over
     several ranks of a layer's matrices, which may still be on its way.
@@ -21,6 +22,7 @@ class BlockGrams:
 
     by_name: dict[str, Gram]
     outputs: list[torch.Tensor] | None = None
+    dense_outputs: list[torch.Tensor] | None = None
     output_scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
     arrive: Callable[[str], None] = lambda name: None
 

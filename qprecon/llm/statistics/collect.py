@@ -19,6 +19,7 @@ from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
 from qprecon.llm.model.experts import Routing
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.statistics.block_grams import BlockGrams
+from qprecon.llm.statistics.dense_outputs import DenseOutputs
 from qprecon.llm.statistics.gram import Gram
 from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs, silenced
 
@@ -31,13 +32,15 @@ class Beside:
 
     held_out: how many samples, the last ones, are held out of the drift, for estimates of what it explains. silent: the one layer
     whose matrices are wanted and those that the block calls after it, if the drift of the residual stream that it writes to is
-    wanted too: with these layers silenced the block's output is that stream.
+    wanted too: with these layers silenced the block's output is that stream. keep_outputs: whether to keep what the dense block
+    returns, where the silenced layer is its last.
     """
 
     inputs: BlockInputs
     weights: DenseWeights
     held_out: int = 0
     silent: Sequence[LinearView] = ()
+    keep_outputs: bool = False
 
 
 def collect_grams(
@@ -98,22 +101,26 @@ class _Pass:
         accumulator = _Accumulator(self.views, share, may_stop and not whole, self.weights, self.beside is not None, whole)
         routing = Routing(self.block)
         outputs: list[torch.Tensor] = []
+        beside = self.beside
+        returned = DenseOutputs(self.block, self.views[0], beside.inputs, self.index) if beside and beside.keep_outputs else None
         with torch.no_grad():
             for sample in range(self.inputs.n_samples):
                 accumulator.begin_sample(sample, self.inputs.hidden[sample].shape)
-                output = self.run(self.inputs, sample, accumulator.observe, routing.recorded if self.beside else None)
+                output = self.run(self.inputs, sample, accumulator.observe, routing.recorded if beside else None)
                 if keep_outputs and output is not None:
                     outputs.append(stored(output, self.inputs.store))
-                if self.beside is not None:
-                    accumulator.held_out = sample >= self.inputs.n_samples - self.beside.held_out
-                    with self.beside.weights.in_place():
-                        dense = self.run(self.beside.inputs, sample, accumulator.observe_dense, routing.replayed)
-                    if self.beside.silent:
+                if beside is not None:
+                    accumulator.held_out = sample >= self.inputs.n_samples - beside.held_out
+                    with beside.weights.in_place():
+                        dense = self.run(beside.inputs, sample, accumulator.observe_dense, routing.replayed)
+                        if returned is not None and dense is not None:
+                            returned.add(sample, dense, accumulator.entered[self.views[0].name][1])
+                    if beside.silent:
                         accumulator.add_residual(self.views[0], output, dense)
                 accumulator.end_sample()
             for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
                 gram.finish()
-        return BlockGrams(accumulator.grams, outputs if keep_outputs else None)
+        return BlockGrams(accumulator.grams, outputs if keep_outputs else None, None if returned is None else returned.kept)
 
     def run(self, inputs: BlockInputs, sample: int, observe: Observe, routing: Callable | None = None) -> torch.Tensor | None:
         """One sample through the block; its output, None if that was not needed."""
@@ -147,7 +154,7 @@ class _Accumulator:
     calls: dict[str, list[tuple]] = field(default_factory=dict)  # tensors that each layer was given in this sample, in order
     waiting: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # (layer, its how manieth call) -> what was added
     dense_calls: dict[str, int] = field(default_factory=dict)
-    entered: dict[str, torch.Tensor] = field(default_factory=dict)  # what was waiting for the dense stream's last tensor
+    entered: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # the last tensor of each stream
     order: list[tuple[str, torch.Size]] = field(default_factory=list)  # layers and shapes of what they were given in this sample
     # The same of a whole sample, by the sample's shape.
     expected: dict[torch.Size, list[tuple[str, torch.Size]]] = field(default_factory=dict)
@@ -198,13 +205,13 @@ class _Accumulator:
         if x.shape != dense.shape:
             raise _unmatched(view)
         self.grams[view.name].add_drift(x, dense, self._weights(view, x), held_out=self.held_out)
-        self.entered[view.name] = x
+        self.entered[view.name] = x, dense
         if not self.waiting and not self.whole:
             raise Enough
 
     def add_residual(self, view: LinearView, stream: torch.Tensor, dense: torch.Tensor) -> None:
         """What the block returns in the two streams, with this layer and those after it silenced."""
-        x = self.entered[view.name]
+        x, _ = self.entered[view.name]
         self.grams[view.name].add_residual(x, stream, dense, self._weights(view, x))
 
     def _weights(self, view: LinearView, x: torch.Tensor) -> torch.Tensor | None:

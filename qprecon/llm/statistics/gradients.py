@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -207,10 +208,12 @@ class _Found:
         return after
 
     def _add(self, view: LinearView, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        squares_T = gradient.float().square().mean(-1).reshape(-1)
+        # Norms read 16-bit floats once and write sums only; squares in float32 would be written and read again, twice.
+        norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+        squares_T = norm(gradient, dim=-1).square().reshape(-1) / gradient.shape[-1]
         self.parts.setdefault(view.name, []).append(squares_T)
-        energy_N = squares_T @ x.reshape(len(squares_T), -1).float().square()
-        outputs_K = gradient.float().square().reshape(len(squares_T), -1).sum(0)
+        energy_N = norm(x.reshape(len(squares_T), -1) * squares_T.sqrt().unsqueeze(1), dim=0).square()
+        outputs_K = norm(gradient.reshape(len(squares_T), -1), dim=0).square()
         sums = self.sums[self.portion]
         for key, more in ((("energies", view.name), energy_N), (("outputs", view.name), outputs_K)):
             sums[key] = sums[key] + more if key in sums else more

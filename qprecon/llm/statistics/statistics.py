@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.streams import BlockInputs, DenseWeights, without_adapters
+from qprecon.llm.model.experts import routers
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.block_grams import BlockGrams
@@ -84,12 +85,17 @@ class Statistics:
         if share is None:
             whole = range(self.pruned.n_samples)
             grams = room(lambda: self._collected(block, index, views, *self._wanted(block, index, views), whole))
+            self._pass_dense(grams, whole, index)
         else:
             collected = partial(self._collected, block, index, views, *self._wanted(block, index, views))
 
             def of_round(number: int) -> BlockGrams | None:
-                samples = self.pruned.portions[number] if number < len(self.pruned.portions) else ()
-                return room(lambda: collected(samples)) if samples else None
+                samples = self.pruned.portions[number] if number < len(self.pruned.portions) else range(0)
+                if not samples:
+                    return None
+                found = room(lambda: collected(samples))
+                self._pass_dense(found, samples, index)
+                return found
 
             grams = summed_grams(views, share, self.ranks, of_round, self.pruned.device)
         self.outputs = grams.outputs
@@ -110,10 +116,24 @@ class Statistics:
         inputs = self.pruned if whole else self.pruned.part(samples)
         if (self.drift or self.residual) and self.dense is not None and self.weights is not None:
             dense = self.dense if whole else self.dense.part(samples)
-            beside = Beside(dense, self.weights, self._aside(samples) if self.drift == AUTO else 0, silent)
+            held_out = self._aside(samples) if self.drift == AUTO else 0
+            beside = Beside(dense, self.weights, held_out, silent, self._keeps_dense(block, index, silent))
         if not whole:
             weights = {name: parts[samples.start : samples.stop] for name, parts in weights.items()}
         return collect_grams(block, views, inputs, index, keep_outputs=self.on_dense, beside=beside, weights=weights)
+
+    def _keeps_dense(self, block: nn.Module, index: int, silent: Sequence[LinearView]) -> bool:
+        """Whether the pass for the block's last layer leaves the dense stream's outputs, which takes memory for them beside the
+        inputs. Where routers are replayed, they are others."""
+        roomy = self.pruned.store == self.pruned.device
+        return len(silent) == 1 and roomy and not self.beside and index + 1 < len(self.pruned.calls) and not routers(block)
+
+    def _pass_dense(self, grams: BlockGrams, samples: range, index: int) -> None:
+        """These samples of the dense stream are through the block, where its outputs came up."""
+        if self.dense is not None and grams.dense_outputs is not None:
+            self.dense.hidden[samples.start : samples.stop] = grams.dense_outputs
+            self.dense.advanced |= dict.fromkeys(samples, index)
+            grams.dense_outputs.clear()
 
     def _aside(self, samples: range) -> int:
         """How many of the samples, the last ones, are held out of the drift."""

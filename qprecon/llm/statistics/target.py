@@ -53,13 +53,17 @@ def asked_weights(
     if drift_NN is None or (drift == 0 and residual_NK is None):
         return dense
     solve = _Damped(views[0], grams.hessian(views[0]), damping)
-    if drift != 0:
-        changes = solve(drift_NN @ torch.cat(dense, dim=1)).split([w_NK.shape[1] for w_NK in dense], dim=1)
-        held = grams.held(views[0])
-        for w_NK, change in zip(dense, changes, strict=True):
-            w_NK.add_(change, alpha=explained_share(held, w_NK, change) if drift == AUTO else float(drift))
+    share = 1.0 if drift == AUTO else float(drift)
+    asked_NK = (drift_NN @ torch.cat(dense, dim=1)).mul_(share) if drift != 0 else None
+    residual_NK = None if residual_NK is None else residual * residual_NK[:, columns[0]]
+    if residual_NK is not None and (asked_NK is None or drift != AUTO):  # where α is known, one solve answers both
+        asked_NK, residual_NK = residual_NK if asked_NK is None else asked_NK.add_(residual_NK), None
+    changes = solve(asked_NK).split([w_NK.shape[1] for w_NK in dense], dim=1)
+    held = grams.held(views[0])
+    for w_NK, change in zip(dense, changes, strict=True):
+        w_NK.add_(change, alpha=explained_share(held, w_NK, change) if drift == AUTO else 1.0)
     if residual_NK is not None:
-        dense[0].add_(solve(residual_NK[:, columns[0]]), alpha=residual)
+        dense[0].add_(solve(residual_NK))
     return dense
 
 

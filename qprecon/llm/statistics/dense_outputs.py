@@ -1,0 +1,40 @@
+"""What the dense block returns, put together in the pass for its last layer, so that the block need not be run again for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from qprecon.llm.calibration.memory import stored
+from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.model.linears import LinearView
+
+
+@dataclass
+class DenseOutputs:
+    """The residual stream plus what `view` returns, the layer that the block calls last and whose output is added to that stream.
+
+    inputs: what enters the block, that of `index`. In the first sample of each shape the block is run as it is; unless it
+    returns the same bits, nothing is kept.
+    """
+
+    block: nn.Module
+    view: LinearView
+    inputs: BlockInputs
+    index: int
+    kept: list[torch.Tensor] | None = field(default_factory=list)  # a sample each, on the store device
+    compared: set[torch.Size] = field(default_factory=set)
+
+    def add(self, sample: int, stream: torch.Tensor, x: torch.Tensor) -> None:
+        """stream: the block's output with the layer silenced; x: what the layer was given. The block has its dense weights."""
+        if self.kept is None:
+            return
+        output = stream + self.view.module(x)
+        if stream.shape not in self.compared:
+            self.compared.add(stream.shape)
+            if not torch.equal(output, self.inputs.run(self.block, self.index, sample)):
+                self.kept = None
+                return
+        self.kept.append(stored(output, self.inputs.store))

@@ -1,0 +1,98 @@
+"""The dense stream goes on from the pass for a block's last layer: the same bits with fewer runs, or as before."""
+
+import pytest
+import torch
+from torch import nn
+
+from qprecon.llm import prune_model
+from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.model.linears import find_linears
+from qprecon.llm.statistics import dense_outputs
+from qprecon.llm.statistics.statistics import Statistics
+from tests.llm.families import build, tokens
+from tests.llm.statistics.test_gram import prepared
+
+SETTINGS = {"order": True, "drift": 0.5, "residual": 0.5, "preset": "fast", "backend": "cholesky", "progress": False}
+
+
+def pruned(family, windows, monkeypatch, keep=True, **settings):
+    """The model, how many times a sample went through a block, and how many products its last layers did."""
+    runs, products = [], []
+    with monkeypatch.context() as patch:
+        own = BlockInputs.run
+        patch.setattr(BlockInputs, "run", lambda self, *args: (runs.append(args[1]), own(self, *args))[1])
+        if not keep:
+            patch.setattr(Statistics, "_keeps_dense", lambda *args: False)
+        model = build(family)
+        for name, module in model.named_modules():
+            if name.endswith(("down_proj", "mlp.c_proj")):
+                module.register_forward_hook(lambda *args: products.append(1))
+        prune_model(model, windows, **SETTINGS | settings)
+    return model, len(runs), len(products)
+
+
+def alike(model, other):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("settings", [{}, {"drift": "auto"}, {"token_weights": 0.5}], ids=str)
+def test_the_same_bits_with_one_run_less_for_each_sample(family, settings, monkeypatch):
+    windows = [tokens(1)[0][..., :length] for length in (32, 32, 32, 32, 24, 24, 16)]
+    model, runs, products = pruned(family, windows, monkeypatch, **settings)
+    other, runs_before, products_before = pruned(family, windows, monkeypatch, keep=False, **settings)
+    assert alike(model, other)
+    shapes, blocks = 3, len(model.get_submodule(_BLOCKS[family]))
+    assert runs == runs_before - (blocks - 1) * (len(windows) - shapes) and blocks > 2
+    assert products == products_before + (blocks - 1) * shapes  # those that are compared are made twice
+
+
+_BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h"}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "opt", "mixtral", "qwen2-moe"])
+def test_where_it_cannot_be_a_run_is_what_it_was(family, monkeypatch):
+    model, runs, _ = pruned(family, tokens(6), monkeypatch)
+    other, runs_before, _ = pruned(family, tokens(6), monkeypatch, keep=False)
+    assert alike(model, other) and runs == runs_before
+
+
+class Scaled(nn.Module):
+    """A block that returns what another does, a little larger."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **kwargs):
+        output = self.block(*args, **kwargs)
+        return (output if isinstance(output, torch.Tensor) else output[0]) * (1 + 2**-20)
+
+
+def test_other_bits_in_the_sample_that_is_compared_leave_nothing():
+    _, block, _, inputs = prepared("llama")
+    view = next(view for view in find_linears(block).views if view.name.endswith("down_proj"))
+    given = []
+    handle = view.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with torch.no_grad():
+        wholes = [inputs.run(block.module, 0, sample) for sample in range(2)]
+        handle.remove()
+        view.module.forward = lambda x: x.new_zeros(*x.shape[:-1], view.n_outputs)
+        streams = [inputs.run(block.module, 0, sample) for sample in range(2)]
+        del view.module.forward
+        for module, kept in ((block.module, True), (Scaled(block.module), False)):
+            found = dense_outputs.DenseOutputs(module, view, inputs, 0)
+            for sample, (stream, x) in enumerate(zip(streams, given, strict=True)):
+                found.add(sample, stream, x)
+            assert (found.kept is not None) == kept
+            assert not kept or all(torch.equal(a, b) for a, b in zip(found.kept, wholes, strict=True))
+
+
+@pytest.mark.parametrize("drift, solves", [(0.5, 4), ("auto", 6)])
+def test_drift_and_residual_are_answered_by_one_solve(drift, solves, monkeypatch):
+    """Four groups a block (q, k, v; o; gate, up; down); where α is looked for, the two layers with a residual take two solves."""
+    calls, own = [], torch.cholesky_solve
+    model = build("llama")
+    monkeypatch.setattr("qprecon.llm.statistics.target.torch.cholesky_solve", lambda *args: (calls.append(1), own(*args))[1])
+    prune_model(model, tokens(4), **SETTINGS | {"drift": drift, "backend": "pcg"})
+    assert len(calls) == solves * len(model.model.layers)
