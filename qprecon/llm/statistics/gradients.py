@@ -42,7 +42,7 @@ class Source(Protocol):
     device: torch.device
 
     def opened(
-        self, index: int, *, dense: bool = False, then: int | None = None
+        self, index: int, *, dense: bool = False, then: Sequence[int] | None = None
     ) -> AbstractContextManager[nn.Module]: ...
 
     def outside(self) -> AbstractContextManager[None]: ...
@@ -64,11 +64,12 @@ def loss_gradients(
     _put_head_gradients(source, following, windows, containers, inputs)
     first_wanted = next(index for index, views in enumerate(layers) if views)
     starts = [first for first in sorted(kept, reverse=True) if first + TOGETHER > first_wanted]
-    for first, before in zip(starts, [*starts[1:], -1], strict=True):
-        indices = range(first, min(first + TOGETHER, len(source.blocks)))
+    together = [range(first, min(first + TOGETHER, len(source.blocks))) for first in starts]
+    for first, indices, before in zip(starts, together, [*together[1:], range(0)], strict=True):
         with ExitStack() as stack:
             modules = []
-            for index, then in zip(indices, [*indices[1:], before], strict=True):
+            for place, index in enumerate(indices):
+                then = indices[place + 1 :] or before  # the reader has time while a group is computed, none while it is opened
                 modules.append(stack.enter_context(source.opened(index, dense=True, then=then)))
             stack.enter_context(found.observed(modules, [view for index in indices for view in layers[index]]))
             finite = []
@@ -111,7 +112,8 @@ def _forward(
         for index in range(depth):
             if index % TOGETHER == 0:
                 kept[index] = [stored(each, store) for each in hidden]
-            with source.opened(index, dense=True, then=index + 1) as module:
+            then = [index + 1] if index + 1 < depth else range(max(kept), depth)  # while the head's gradients are computed
+            with source.opened(index, dense=True, then=then) as module:
                 for sample, each in enumerate(hidden):
                     output = call_block(module, own_copy(each, inputs.device), inputs.calls[index][sample])
                     rest = None if isinstance(output, torch.Tensor) else tuple(output)[1:]
