@@ -161,8 +161,8 @@ def _logits(model: nn.Module, numbers: torch.Tensor, words: int) -> torch.Tensor
     if logits is None or logits.ndim != 3 or logits.shape[:2] != numbers.shape or logits.shape[2] < words:
         made = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise ValueError(
-            f"{type(model).__name__} returns {made} for {numbers.numel()} tokens, where the loss needs a prediction of the next token "
-            f"for each; {_WITHOUT}"
+            f"{type(model).__name__} returns {made} for {numbers.numel()} tokens, where the loss needs a prediction of the next "
+            f"token for each; {_WITHOUT}"
         )
     return logits
 
