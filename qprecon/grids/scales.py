@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
 from ..arrays.interop import Array, namespace
 from .formats import E4M3, Fitted, Grid, round_to_dtype
 
 _SHRINKS = 25
 _LEAST_SHRINK = 0.4
+_LARGEST_WHOLE = 2.0**127
 
 
 def fit_scales(grid: Grid, w_NK: Array) -> Fitted:
@@ -54,7 +57,8 @@ def stored_scales(grid: Grid, scale_GK: Array, whole: float | None = None) -> tu
     if grid.scale == "e4m3":
         if whole is None:
             most = float(scale_GK.max()) if scale_GK.shape[1] else 0.0
-            whole = E4M3.largest / most if most > 0 else 1.0
+            # A number of float32, as a file holds it; with denormal weights the quotient would be none.
+            whole = float(np.float32(min(E4M3.largest / most, _LARGEST_WHOLE))) if most > 0 else 1.0
         scale_GK = E4M3.nearest(scale_GK * whole)
     elif grid.scale == "power":
         scale_GK = _nearest_power(scale_GK)

@@ -47,6 +47,18 @@ class Blocks:
             first = rows.stop
         return s_NK
 
+    def solve_transposed_in_place(self, s_NK: Array) -> Array:
+        """L⁻ᵀs, in the place of s (N, K) float64; ``error`` says nothing of it."""
+        last = len(s_NK)
+        for inverse_bb in reversed(self.inverses):
+            rows = slice(last - len(inverse_bb), last)
+            t_bK = s_NK[rows]
+            if last < len(s_NK):
+                t_bK = namespace(s_NK).addmm(t_bK, self.factor_NN[last:, rows].mT, s_NK[last:], alpha=-1)
+            s_NK[rows] = inverse_bb.mT @ t_bK
+            last = rows.start
+        return s_NK
+
 
 def blocks(factor_NN: Array, root_N: Array, condition: float, gamma_n: float, gamma_b: float, size: int) -> Blocks | None:
     """The blocks of a factor, or None where their inverses would cost the certificates more than ``WORST``.
@@ -70,6 +82,15 @@ def blocks(factor_NN: Array, root_N: Array, condition: float, gamma_n: float, ga
         inverses += list(inverse_Bbb)
     error = 1.05 * (largest + 3.0 * gamma_n)
     return Blocks(factor_NN, inverses, error) if error * condition**0.5 <= WORST and largest < 1e-3 else None
+
+
+def unproven(factor_NN: Array, size: int) -> Blocks:
+    """The blocks of a factor that no certificate is made with; their ``error`` is infinite."""
+    size = min(size, len(factor_NN))
+    cuts = [slice(first, first + size) for first in range(0, len(factor_NN), size)]
+    whole = namespace(factor_NN).stack([factor_NN[cut, cut] for cut in cuts if cut.stop <= len(factor_NN)]).tril()
+    rest = factor_NN[len(whole) * size :, len(whole) * size :].tril()
+    return Blocks(factor_NN, [*lower_inverses(whole), *([lower_inverses(rest[None])[0]] if len(rest) else [])], float("inf"))
 
 
 def lower_inverses(lower_Bbb: Array) -> Array:

@@ -106,6 +106,25 @@ def test_scales_of_nvfp4_are_e4m3_and_of_mxfp4_powers_of_two():
     assert mx.scale_GK.shape == (2, 3) and (np.log2(mx.scale_GK) == np.round(np.log2(mx.scale_GK))).all()
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 3e4])
+def test_nvfp4_s_one_scale_is_float32_as_a_reader_has_it(size):
+    fitted = fit_scales(find_grid("nvfp4"), size * np.random.default_rng(0).standard_normal((32, 5)))
+    assert fitted.whole == float(np.float32(fitted.whole))
+    read_GK = fitted.scale_GK.astype(np.float32) / np.float32(fitted.whole)
+    assert np.array_equal(fitted.steps_GK, read_GK)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1e-38, 1e-42])
+def test_denormal_weights_become_finite_ones_no_larger(name, size):
+    w = (size * np.random.default_rng(0).standard_normal((128, 4))).astype(np.float32)
+    for fitted in (fit_scales(find_grid(name), w), search_scales(find_grid(name), w, np.ones(128, np.float32))):
+        found = np.asarray(fitted.by_group().nearest(w.reshape(fitted.grid.groups(128), -1, 4)), dtype=np.float64)
+        assert np.isfinite(found).all()
+        assert abs(found).max() <= 2 * abs(w).max()
+
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(NAMES), st.booleans())
 def test_the_objective_never_rises(seed, name, searched):

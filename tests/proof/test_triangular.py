@@ -96,3 +96,17 @@ def test_large_layers_on_a_gpu_take_blocks(n):
     s_NK = torch.randn(n, 33, dtype=torch.float64)
     y_NK = torch.linalg.solve_triangular(host.factor_NN, s_NK, upper=False)
     torch.testing.assert_close(cert.blocks.solve_in_place(s_NK.cuda()).cpu(), y_NK, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("n, size", [(96, 32), (100, 32), (20, 32), (64, 64)])
+def test_both_solves_with_a_factor_are_those_of_the_library(n, size):
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(2 * n, n, generator=generator, dtype=torch.float64) * torch.logspace(0, 3, n, dtype=torch.float64)
+    a = x.T @ x
+    lower, s = torch.linalg.cholesky(a), torch.randn(n, 7, generator=generator, dtype=torch.float64)
+    found = triangular.unproven(lower + torch.ones_like(lower).triu(1), size)  # what lies above the diagonal is not looked at
+    assert found.error == float("inf") and sum(map(len, found.inverses)) == n
+    once, twice = found.solve_in_place(s.clone()), found.solve_transposed_in_place(s.clone())
+    torch.testing.assert_close(once, torch.linalg.solve_triangular(lower, s, upper=False), rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(twice, torch.linalg.solve_triangular(lower.T, s, upper=True), rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(found.solve_transposed_in_place(once), torch.cholesky_solve(s, lower), rtol=1e-9, atol=1e-13)

@@ -15,32 +15,15 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.memory import stored
-from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
+from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.experts import Routing
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.statistics.block_grams import BlockGrams
-from qprecon.llm.statistics.dense_outputs import DenseOutputs
+from qprecon.llm.statistics.dense_outputs import Beside, DenseOutputs
 from qprecon.llm.statistics.gram import Gram
 from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs, silenced
 
 TokenWeights = Mapping[str, Sequence[torch.Tensor]]  # layer -> for each sample the weights of its tokens, (B·T,)
-
-
-@dataclass(frozen=True)
-class Beside:
-    """The dense model's side of a block: what enters it, and the weights of its layers.
-
-    held_out: how many samples, the last ones, are held out of the drift, for estimates of what it explains. silent: the one layer
-    whose matrices are wanted and those that the block calls after it, if the drift of the residual stream that it writes to is
-    wanted too: with these layers silenced the block's output is that stream. keep_outputs: whether to keep what the dense block
-    returns, where the silenced layer is its last.
-    """
-
-    inputs: BlockInputs
-    weights: DenseWeights
-    held_out: int = 0
-    silent: Sequence[LinearView] = ()
-    keep_outputs: bool = False
 
 
 def collect_grams(
@@ -106,7 +89,8 @@ class _Pass:
         with torch.no_grad():
             for sample in range(self.inputs.n_samples):
                 accumulator.begin_sample(sample, self.inputs.hidden[sample].shape)
-                output = self.run(self.inputs, sample, accumulator.observe, routing.recorded if beside else None)
+                idle = accumulator.idle()
+                output = self.run(self.inputs, sample, accumulator.observe, routing.recorded if beside else None, idle)
                 if keep_outputs and output is not None:
                     outputs.append(stored(output, self.inputs.store))
                 if beside is not None:
@@ -122,14 +106,15 @@ class _Pass:
                 gram.finish()
         return BlockGrams(accumulator.grams, outputs if keep_outputs else None, None if returned is None else returned.kept)
 
-    def run(self, inputs: BlockInputs, sample: int, observe: Observe, routing: Callable | None = None) -> torch.Tensor | None:
-        """One sample through the block; its output, None if that was not needed."""
+    def run(
+        self, inputs: BlockInputs, sample: int, observe: Observe, routing: Callable | None = None, idle: Sequence[LinearView] = ()
+    ) -> torch.Tensor | None:
+        """One sample through the block; its output, None if that was not needed. `idle` layers compute nothing."""
         with ExitStack() as stack:
             if routing is not None:
                 stack.enter_context(routing())
             stack.enter_context(observed_inputs(self.block, self.views, observe))
-            if self.beside is not None:
-                stack.enter_context(silenced(self.beside.silent))
+            stack.enter_context(silenced([*(self.beside.silent if self.beside else ()), *idle]))
             try:
                 return inputs.run(self.block, self.index, sample)
             except Enough:
@@ -168,6 +153,16 @@ class _Accumulator:
 
     def begin_sample(self, sample: int, shape: torch.Size) -> None:
         self.sample, self.shape, self.order = sample, shape, []
+
+    def idle(self) -> Sequence[LinearView]:
+        """The layers, where the next sample needs no product of theirs: all were given one tensor, and the last of them ends it.
+
+        That they were given one tensor again, made before any of them was called, is checked behind the sample as in any other.
+        """
+        once = len(self.expected.get(self.shape, ())) == len(self.views) == len(self.grams)
+        together = self.share and len({id(gram) for gram in self.grams.values()}) == 1
+        plain = all(view.expert is None and "forward" not in vars(view.module) for view in self.views)
+        return self.views if self.may_stop and once and together and plain else ()
 
     @torch.inference_mode(False)  # a model may enter that mode in parts of a block; H is changed outside of it too
     def observe(self, view: LinearView, x: torch.Tensor) -> None:

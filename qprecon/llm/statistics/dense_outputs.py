@@ -1,15 +1,33 @@
-"""What the dense block returns, put together in the pass for its last layer, so that the block need not be run again for it."""
+"""The dense model's side of a block, and what that block returns, put together in the pass for its last layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from qprecon.llm.calibration.memory import stored
-from qprecon.llm.calibration.streams import BlockInputs
+from qprecon.llm.calibration.streams import BlockInputs, DenseWeights
 from qprecon.llm.model.linears import LinearView
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The dense model's side of a block: what enters it, and the weights of its layers.
+
+    held_out: how many samples, the last ones, are held out of the drift, for estimates of what it explains. silent: the one layer
+    whose matrices are wanted and those that the block calls after it, if the drift of the residual stream that it writes to is
+    wanted too: with these layers silenced the block's output is that stream. keep_outputs: whether to keep what the dense block
+    returns, where the silenced layer is its last.
+    """
+
+    inputs: BlockInputs
+    weights: DenseWeights
+    held_out: int = 0
+    silent: Sequence[LinearView] = ()
+    keep_outputs: bool = False
 
 
 @dataclass

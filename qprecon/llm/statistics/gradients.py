@@ -42,7 +42,7 @@ class Source(Protocol):
     device: torch.device
 
     def opened(
-        self, index: int, *, dense: bool = False, then: int | None = None
+        self, index: int, *, dense: bool = False, then: Sequence[int] | None = None
     ) -> AbstractContextManager[nn.Module]: ...
 
     def outside(self) -> AbstractContextManager[None]: ...
@@ -55,8 +55,8 @@ def loss_gradients(
     """Squared gradients of the summed next-token loss of the dense model at the outputs of `layers` (those of each block).
 
     `inputs` are those of the first block, made of the `windows`, each (T,); they stay as they are. `ranks`: who has the other
-    windows, where the inputs are a share. ValueError, naming the block,
-    for a gradient that is not finite; MemoryError where the host's memory cannot hold what is to be kept.
+    windows, where the inputs are a share. ValueError for a model that does not predict tokens and, naming the block, for a gradient
+    that is not finite; MemoryError where the host's memory cannot hold what is to be kept.
     """
     kept, following, containers = _forward(source, inputs)
     gradients = LossGradients.begun(inputs, ranks)
@@ -64,11 +64,12 @@ def loss_gradients(
     _put_head_gradients(source, following, windows, containers, inputs)
     first_wanted = next(index for index, views in enumerate(layers) if views)
     starts = [first for first in sorted(kept, reverse=True) if first + TOGETHER > first_wanted]
-    for first, before in zip(starts, [*starts[1:], -1], strict=True):
-        indices = range(first, min(first + TOGETHER, len(source.blocks)))
+    together = [range(first, min(first + TOGETHER, len(source.blocks))) for first in starts]
+    for first, indices, before in zip(starts, together, [*together[1:], range(0)], strict=True):
         with ExitStack() as stack:
             modules = []
-            for index, then in zip(indices, [*indices[1:], before], strict=True):
+            for place, index in enumerate(indices):
+                then = indices[place + 1 :] or before  # the reader has time while a group is computed, none while it is opened
                 modules.append(stack.enter_context(source.opened(index, dense=True, then=then)))
             stack.enter_context(found.observed(modules, [view for index in indices for view in layers[index]]))
             finite = []
@@ -111,7 +112,8 @@ def _forward(
         for index in range(depth):
             if index % TOGETHER == 0:
                 kept[index] = [stored(each, store) for each in hidden]
-            with source.opened(index, dense=True, then=index + 1) as module:
+            then = [index + 1] if index + 1 < depth else range(max(kept), depth)  # while the head's gradients are computed
+            with source.opened(index, dense=True, then=then) as module:
                 for sample, each in enumerate(hidden):
                     output = call_block(module, own_copy(each, inputs.device), inputs.calls[index][sample])
                     rest = None if isinstance(output, torch.Tensor) else tuple(output)[1:]
@@ -129,7 +131,7 @@ def _put_head_gradients(
     In place, since each of the two takes gigabytes.
     """
     final = len(source.blocks) - 1
-    coming = iter(windows)
+    coming, words = iter(windows), 1 + max(int(window.max()) for window in windows)
     given: list[torch.Tensor] = []  # what the last block is to return
 
     def instead(index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
@@ -144,12 +146,25 @@ def _put_head_gradients(
                 numbers = next(coming).reshape(1, -1).to(inputs.device)
                 given[:] = [row.detach().requires_grad_()]
                 with torch.enable_grad():
-                    logits = source.model(input_ids=numbers, use_cache=False).logits
+                    logits = _logits(source.model, numbers, words)
                     loss = nn.functional.cross_entropy(logits[0, :-1].float(), numbers[0, 1:], reduction="sum")
                     scale = _FLOAT16_SCALE if row.dtype == torch.float16 else 1.0
                     with _explained(source.blocks[final].name):
                         parts += torch.autograd.grad(loss * scale, given)
             last[sample] = stored(torch.cat(parts), inputs.store)
+
+
+def _logits(model: nn.Module, numbers: torch.Tensor, words: int) -> torch.Tensor:
+    """Predictions for each token of `numbers`, (1, T, at least `words`). ValueError for a model that makes none, as one without its
+    head or with a classifier in its place."""
+    logits = getattr(model(input_ids=numbers, use_cache=False), "logits", None)
+    if logits is None or logits.ndim != 3 or logits.shape[:2] != numbers.shape or logits.shape[2] < words:
+        made = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        raise ValueError(
+            f"{type(model).__name__} returns {made} for {numbers.numel()} tokens, where the loss needs a prediction of the next "
+            f"token for each; {_WITHOUT}"
+        )
+    return logits
 
 
 def _backward(

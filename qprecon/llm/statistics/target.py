@@ -23,6 +23,7 @@ import torch
 from qprecon.arrays.linalg import cholesky
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.statistics.block_grams import BlockGrams
+from qprecon.proof.triangular import BLOCKS_FROM, size_for, unproven
 
 AUTO = "auto"
 HELD_OUT = 16  # of so many samples one is held out of the drift to choose α
@@ -78,7 +79,11 @@ class _Damped:
             raise ValueError(f"{view.name}: H is not positive definite with damping {damping:g}; use a larger damping, or drift=0")
 
     def __call__(self, rhs_NK: torch.Tensor) -> torch.Tensor:
-        return torch.cholesky_solve(rhs_NK.double(), self.factor_NN).float()
+        size = size_for(self.factor_NN) if rhs_NK.numel() >= BLOCKS_FROM else 0
+        if not size:
+            return torch.cholesky_solve(rhs_NK.double(), self.factor_NN).float()
+        by_blocks = unproven(self.factor_NN, size)  # a GPU's products are three times as fast as its triangular solves
+        return by_blocks.solve_transposed_in_place(by_blocks.solve_in_place(rhs_NK.to(torch.float64, copy=True))).float()
 
 
 def explained_share(held: Sequence[tuple[torch.Tensor, torch.Tensor]], w_NK: torch.Tensor, change_NK: torch.Tensor) -> float:

@@ -61,7 +61,7 @@ class MemoryBlocks:
         )  # fmt: skip
 
     @contextmanager
-    def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
+    def opened(self, index: int, *, dense: bool = False, then: Sequence[int] | None = None) -> Iterator[nn.Module]:
         """While open, the block is on the device; it goes back to where it was."""
         module = self.blocks[index].module
         home = next(module.parameters()).device

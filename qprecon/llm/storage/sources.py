@@ -100,16 +100,18 @@ class DiskBlocks:
         return inputs
 
     @contextmanager
-    def opened(self, index: int, *, dense: bool = False, then: int | None = None) -> Iterator[nn.Module]:
+    def opened(self, index: int, *, dense: bool = False, then: Sequence[int] | None = None) -> Iterator[nn.Module]:
         """While open, the block has its weights, on the device: those that a finished block was pruned to, unless `dense`.
 
-        The block that will be opened `then`, the next one unless given, is read meanwhile.
+        Of the blocks that will be opened `then`, the next one unless given, the first is read meanwhile, and those after it where
+        they take little of the device's free memory.
         """
         with self.log.phase("read"):
             tensors = self._taken(index, dense)
-        following = index + 1 if then is None else then
-        if 0 <= following < len(self.blocks) and (following, dense) not in self.ahead:
-            self.ahead[following, dense] = self.reader.submit(self._load, following, dense)
+        following = [each for each in ([index + 1] if then is None else then) if each < len(self.blocks)]
+        for each in following if self._is_small(following[1:]) else following[:1]:
+            if (each, dense) not in self.ahead:
+                self.ahead[each, dense] = self.reader.submit(self._load, each, dense)
         if self.device.type == "cuda":
             for tensor in tensors.values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
@@ -194,6 +196,15 @@ class DiskBlocks:
     def _block_of(self, name: str) -> int | None:
         return next((index for index, block in enumerate(self.blocks) if name.startswith(f"{block.name}.")), None)
 
+    def _is_small(self, indices: Sequence[int]) -> bool:
+        """Whether these blocks take less than 1/`_SHARE` of the device's free memory; never on a host, whose memory is for all."""
+        if not indices or self.device.type != "cuda":
+            return False
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        parameters = [each for index in indices for each in self.blocks[index].module.parameters()]
+        size = sum(each.numel() * each.element_size() for each in parameters)
+        return _SHARE * size < free - torch.cuda.memory_allocated(self.device)
+
     def _taken(self, index: int, dense: bool) -> dict[str, torch.Tensor]:
         pending = self.ahead.pop((index, dense), None)
         try:
@@ -275,6 +286,7 @@ class DiskBlocks:
 
 
 _OUTSIDE, _LEFT_OVER = "outside", "left-over"
+_SHARE = 16  # see `_is_small`
 
 
 def block_key(index: int) -> str:

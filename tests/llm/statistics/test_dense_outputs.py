@@ -7,7 +7,7 @@ from torch import nn
 from qprecon.llm import prune_model
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.linears import find_linears
-from qprecon.llm.statistics import dense_outputs
+from qprecon.llm.statistics import dense_outputs, target
 from qprecon.llm.statistics.statistics import Statistics
 from tests.llm.families import build, tokens
 from tests.llm.statistics.test_gram import prepared
@@ -96,3 +96,16 @@ def test_drift_and_residual_are_answered_by_one_solve(drift, solves, monkeypatch
     monkeypatch.setattr("qprecon.llm.statistics.target.torch.cholesky_solve", lambda *args: (calls.append(1), own(*args))[1])
     prune_model(model, tokens(4), **SETTINGS | {"drift": drift, "backend": "pcg"})
     assert len(calls) == solves * len(model.model.layers)
+
+
+@pytest.mark.parametrize("drift", [0.5, "auto"])
+def test_targets_by_a_factors_blocks_are_those_of_the_library(drift, monkeypatch):
+    model, other = build("llama"), build("llama")
+    settings = SETTINGS | {"drift": drift, "targets": "layers.0", "backend": "pcg"}
+    prune_model(model, tokens(4), **settings)
+    monkeypatch.setattr(target, "BLOCKS_FROM", 1)
+    monkeypatch.setattr(target, "size_for", lambda factor_NN: 12)
+    monkeypatch.setattr("qprecon.llm.statistics.target.torch.cholesky_solve", lambda *args: pytest.fail("not by blocks"))
+    prune_model(other, tokens(4), **settings)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from qprecon.llm import prune_model
 from qprecon.llm.calibration import memory
@@ -179,3 +180,20 @@ def test_a_block_without_a_gradient_is_named_with_what_helps(monkeypatch):
     with pytest.raises(ValueError, match=r"model\.layers\.0: the loss's gradient cannot be had here .*preset='fast'"):
         prune_model(model, tokens(2), progress=False)
     assert prune_model(model, tokens(2), progress=False, preset="fast").sparsity == 0.5
+
+
+@pytest.mark.parametrize("head", ["none", "of sequences", "of tokens"])
+def test_a_model_that_predicts_no_tokens_is_named_with_what_helps(head):
+    kinds = {
+        "none": transformers.LlamaModel,
+        "of sequences": transformers.LlamaForSequenceClassification,
+        "of tokens": transformers.LlamaForTokenClassification,
+    }
+    config = build("llama").config
+    config.pad_token_id = None
+    model, samples = kinds[head](config), list(tokens(3))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=f"{kinds[head].__name__} returns .*preset='fast'"):
+        prune_model(model, samples, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert prune_model(model, samples, preset="fast", progress=False).layers

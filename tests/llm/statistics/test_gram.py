@@ -254,3 +254,44 @@ def test_a_product_in_pieces(monkeypatch, rows):
     matrix = Gram(torch.zeros(12, 12))
     matrix.add(x_TN)
     torch.testing.assert_close(matrix.hessian_NN, x_TN.T @ x_TN)
+
+
+@pytest.mark.parametrize("ends", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
+def test_layers_with_one_input_compute_nothing_after_the_first_sample(ends):
+    _, block, views, inputs = prepared("llama")
+    group = [view for view in views if view.name.endswith(ends)]
+    expected = collect_grams(block.module, views, inputs, 0)
+    products = []
+    for view in group:
+        own = type(view.module).forward
+        view.module.register_forward_hook(lambda module, args, output: products.append(bool(output.any())))
+        assert own is torch.nn.Linear.forward
+    found = collect_grams(block.module, group, inputs, 0)
+    assert all(torch.equal(found.hessian(view), expected.hessian(view)) for view in group)
+    assert sum(products) == len(group) and len(products) == len(group) + (len(group) - 1) * (inputs.n_samples - 1)
+
+
+class Dependent(nn.Module):
+    """The second layer is given what the first is, or from a positive first number on what the first returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden_states):
+        out = self.first(hidden_states)
+        return out + self.second(out if hidden_states[0, 0, 0] > 0 else hidden_states)
+
+
+def test_a_layer_that_is_given_anothers_output_later_gets_what_that_computes():
+    torch.manual_seed(0)
+    block, hidden = Dependent(), [torch.randn(1, 8, 4) for _ in range(4)]
+    for sample, sign in zip(hidden, (-1, -1, 1, -1), strict=True):
+        sample[0, 0, 0] = sign
+    views = find_linears(Block("block", block)).views
+    inputs = BlockInputs(hidden, [[Call((), {}, None)] * 4], torch.device("cpu"), names=["a sample"] * 4)
+    found = collect_grams(block, views, inputs, 0)
+    x = [sample[0] for sample in hidden]
+    second = [block.first(each).detach() if number == 2 else each for number, each in enumerate(x)]
+    for view, given in zip(views, (x, second), strict=True):
+        torch.testing.assert_close(found.hessian(view), sum(each.T @ each for each in given))

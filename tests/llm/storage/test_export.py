@@ -127,6 +127,17 @@ def test_a_wrong_result_and_a_refusal_are_told():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_dense_kernels_that_refuse_are_told_too():
+    def refuse(x_TN, weight_KN):
+        raise RuntimeError("self.size(0) needs to be greater than 16")
+
+    model = build("llama")
+    prune_model(model, tokens(2), pattern="2:4", update="none", progress=False)
+    kernels = products("bfloat16")._replace(compress=lambda weight_KN: weight_KN, dense=refuse)
+    found = check_model(model, 8, "bfloat16", torch.device("cpu"), kernels)
+    assert not found.ok and all("greater than 16" in row.problem for row in found.rows)
+
+
 def test_without_a_gpu_it_says_that_nothing_was_checked(tmp_path, capsys):
     build("llama").save_pretrained(tmp_path)
     assert cli.main(["check-sparse", str(tmp_path)]) == 1

@@ -18,6 +18,7 @@ from qprecon.llm.files import weight_files
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.pruning import loop as pipeline
 from qprecon.llm.pruning import over_ranks
+from qprecon.llm.statistics import gradients
 from qprecon.llm.storage import journal, output, sources
 from qprecon.llm.storage.checkpoint import NotStreamable, check_streamable, open_shards, skeleton
 from tests.llm.families import FAMILIES, build, tokens
@@ -551,3 +552,25 @@ def test_float64_from_disk_to_disk_and_again(tmp_path):
     prune(folder, tmp_path / "out")
     assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.float64}
     prune(tmp_path / "out", tmp_path / "again", pattern="2:4")
+
+
+@pytest.mark.parametrize("small, ahead", [(True, [{2}, {0, 1}, set()]), (False, [{2}, {0}, set()])])
+def test_blocks_of_a_backward_pass_are_read_while_another_is_computed(small, ahead, tmp_path, monkeypatch):
+    """Three blocks, two together: what is asked for when the head's gradients begin, and each backward pass."""
+    folder, sources_, seen = saved(tmp_path / "dense"), [], []
+
+    def noting(own):
+        return lambda *args: (seen.append({index for index, dense in sources_[0].ahead if dense}), own(*args))[1]
+
+    load = sources.DiskBlocks._load
+    monkeypatch.setattr(sources.DiskBlocks, "_load", lambda self, *args: (sources_.append(self), load(self, *args))[1])
+    monkeypatch.setattr(sources.DiskBlocks, "_is_small", lambda self, indices: small)
+    monkeypatch.setattr(gradients, "TOGETHER", 2)
+    for name in ("_put_head_gradients", "_backward"):
+        monkeypatch.setattr(gradients, name, noting(getattr(gradients, name)))
+    prune(folder, tmp_path / "out", token_weights=0.5)
+    windows = (len(seen) - 1) // 2
+    assert seen == [ahead[0], *[ahead[1]] * windows, *[ahead[2]] * windows] and windows >= 1
+    monkeypatch.undo()
+    prune(folder, tmp_path / "expected", token_weights=0.5)
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "expected"))
