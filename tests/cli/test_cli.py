@@ -77,7 +77,8 @@ def test_the_help_names_the_defaults():
             default = default_text(each, option)
             flag = flag_of(each.name, option)
             assert " ".join(option.help.split()) in text and flag in text, each.name
-            assert not default or f"(default {default})" in text.split(f"{flag} ")[-1].split(" --")[0], each.name
+            last = f"--no{flag[1:]}" if f"{flag}, --no{flag[1:]} " in text else flag  # of switches the help names both words
+            assert not default or f"(default {default})" in text.split(f"{last} ")[-1].split(" --")[0], each.name
 
 
 def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):

@@ -39,7 +39,7 @@ class Recipe:
     """
 
     sparsity: float | str | None = option(
-        None, "share of zeros in each output's weights, 0.5 or '50%'", AMOUNT,
+        None, "share of zeros, 0.5 or '50%': of every layer, or on average where `allocation` varies it", AMOUNT,
         aliases=("sparsity_ratio",), default="0.5",
     )  # fmt: skip
     pattern: str | float | Pattern | Mapping[str, Any] | None = option(
@@ -52,8 +52,8 @@ class Recipe:
     preset: str = option(
         None,
         "defaults for what is not said: fast (one pass, every layer the same sparsity), balanced (order, drift=0.5, residual=0.5, "
-        "token_weights=0.5, output_weights=0.5, allocation=loss; on a GPU about three times as long as fast, for a fifth less "
-        "perplexity), best (with the mask alps too; four times as long, a quarter less)",
+        "token_weights=0.5, output_weights=0.5, allocation=loss; on a GPU about three times as long as fast), best (with the mask "
+        "alps too; about four times as long). SmolLM2-135M at 50 percent: perplexity 36, 29 and 27",
         AMOUNT, choices=tuple(PRESETS), default="balanced; fast with update=none or own",
     )  # fmt: skip
     mask: str = option(
@@ -69,7 +69,7 @@ class Recipe:
         None,
         "uniform: one sparsity for all blocks; owl: a lower one for blocks with more outliers; loss: a lower one where the loss's "
         "gradient says that weights matter more; the same on average",
-        AMOUNT, choices=ALLOCATIONS, default="uniform",
+        AMOUNT, choices=ALLOCATIONS, default="loss; uniform with fast, 2:4 or given masks",
     )  # fmt: skip
     allocation_options: Mapping[str, Any] | None = option(
         None,
@@ -93,28 +93,28 @@ class Recipe:
         None,
         "prune the layers of a block in the order in which it calls them (q, k, v; then o; gate, up; down), each group on what the "
         "pruned ones before it give",
-        CALIBRATION, aliases=("true_sequential",),
+        CALIBRATION, aliases=("true_sequential",), default="yes; no with fast",
     )  # fmt: skip
     drift: float | str = option(
         None,
         "how much of the drift that pruned layers before them cause the kept weights are to undo, 0 to 1, or auto (as much as is "
         "explained on windows held out)",
-        CALIBRATION, least=0, words=("auto",), metavar="SHARE", default="0",
+        CALIBRATION, least=0, words=("auto",), metavar="SHARE", default="0.5; 0 with fast",
     )  # fmt: skip
     residual: float = option(
         None,
         "how much of the drift of the residual stream the layers that write to it (o, down) are to undo, 0 to 1; with order",
-        CALIBRATION, least=0, metavar="SHARE", default="0",
+        CALIBRATION, least=0, metavar="SHARE", default="0.5; 0 with fast",
     )  # fmt: skip
     token_weights: float = option(
         None,
         "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
-        CALIBRATION, least=0, metavar="POWER", default="0",
+        CALIBRATION, least=0, metavar="POWER", default="0.5; 0 with fast",
     )  # fmt: skip
     output_weights: float = option(
         None,
         "weigh a layer's outputs likewise where a mask compares them (alps, sparsegpt), to this power; 0 counts all alike",
-        CALIBRATION, least=0, metavar="POWER", default="0",
+        CALIBRATION, least=0, metavar="POWER", default="0.5; 0 with fast",
     )  # fmt: skip
     refine: str = option(
         None,
