@@ -148,7 +148,8 @@ class PruneReport:
         """The outcome in a few lines."""
         masked, stored = self.mean_error("error_masked"), self.mean_error("error_stored")
         lines = [
-            f"{len(self.layers)} layers pruned to {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)",
+            f"{len(self.layers)} layers pruned to {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)"
+            + (f", preset {self.settings['preset']}" if "preset" in self.settings else ""),
             *(f"{share:.1%} of the model left dense: {what}" for what, share in self.much_left_dense),
             f"mean relative reconstruction error: {masked:.4g} with the mask alone, {stored:.4g} as stored",
         ]

@@ -31,6 +31,7 @@ def model_card(report: PruneReport) -> str:
         f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"
         f"{dense}\n"
         f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
+        f"- Preset: {settings.get('preset', 'fast')}; the report has every setting\n"
         f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}"
         f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"
         f"{gap}"

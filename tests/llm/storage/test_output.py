@@ -28,6 +28,7 @@ def test_what_the_folder_holds(tmp_path):
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.25
     card = (out / "README.md").read_text()
     assert "no smaller" in card and "Largest certified relative gap" in card
+    assert f"Preset: {report.settings['preset']};" in card and f"preset {report.settings['preset']}" in report.summary()
     keys = output_keys(out)
     assert "lm_head.weight" not in keys and "model.embed_tokens.weight" in keys  # one copy of tied weights
 
