@@ -1,6 +1,7 @@
 """The README's numbers are those of the committed results."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -29,13 +30,13 @@ def test_the_tables_of_several_gpus_are_those_of_the_results():
 
 def test_the_check_sees_a_changed_number(tmp_path):
     """A README with another number in a table fails."""
-    (tmp_path / "benchmarks" / "tables").mkdir(parents=True)
+    shutil.copytree(ROOT / "benchmarks" / "tables", tmp_path / "benchmarks" / "tables")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "benchmarks" / "results").symlink_to(ROOT / "benchmarks" / "results")
     script = tmp_path / "benchmarks" / "tables" / "readme.py"
-    script.write_text((ROOT / "benchmarks" / "tables" / "readme.py").read_text())
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "performance.md").write_text((ROOT / "docs" / "performance.md").read_text())
     text = (ROOT / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text)
+    assert subprocess.run([sys.executable, script, "--check"]).returncode == 0
     start = text.index("<!-- begin: quality -->")
     (tmp_path / "README.md").write_text(text[:start] + text[start:].replace("36.27", "1.23", 1))
     assert subprocess.run([sys.executable, script, "--check"]).returncode == 1

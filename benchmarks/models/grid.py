@@ -27,9 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen
 from benchmarks.models.paper import Results
-from benchmarks.models.quality import NAMES, Bench, _wait, add_protocol, card, result
+from benchmarks.models.quality import NAMES, Bench, add_protocol, card, pruned, result
 from qprecon.grids import find_grid
-from qprecon.llm import prune_model
 from qprecon.llm.lowbit.adapter import remove_adapters
 from qprecon.llm.model.loading import choose_device, load_causal_lm
 
@@ -51,19 +50,14 @@ def is_current(row: dict | None, case: GridCase) -> bool:
 
 def measure(bench: Bench, case: GridCase) -> dict:
     remove_adapters(bench.model)
-    bench.restore()
-    windows = bench.calibration(case)
-    started = time.perf_counter()
-    report = prune_model(bench.model, windows, device=bench.device, progress=False, **case.settings())
-    _wait(bench)
-    seconds = time.perf_counter() - started
+    report, seconds, phases = pruned(bench, case)
     gaps = [row.stored_gap for row in report.layers if row.stored_gap is not None]
     facts = {
         "mask": report.settings["mask"], "settings": case.effective(), "bits_per_weight": round(bits(report.layers, case), 4),
         "sparsity": report.sparsity,
         "error_updated": report.mean_error("error_updated"), "error_stored": report.mean_error("error_stored"),
         "stored_gap": sum(gaps) / len(gaps) if gaps and max(gaps) < float("inf") else None,
-        "phases": {} if bench.arguments.shared else {phase: round(value, 2) for phase, value in report.phase_seconds.items()},
+        "phases": phases,
     }  # fmt: skip
     return identity(bench, case) | facts | result(bench, case, seconds)
 

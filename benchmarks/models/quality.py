@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_cases import Case, chosen, ladder
 from benchmarks.models.paper import TEXTS, Results, figures, tf32, versions
-from qprecon.llm import perplexity, prune_model
+from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import cut_windows
 from qprecon.llm.evaluation.scores import PAPER_TASKS
@@ -131,8 +131,8 @@ def in_float32(model: torch.nn.Module):
             parameter.data = data
 
 
-def measure(bench: Bench, case: Case, recovering: bool) -> list[dict]:
-    """The case's rows: the pruned model and, if asked for, the recovered one."""
+def pruned(bench: Bench, case: Any) -> tuple[PruneReport, float, dict[str, float]]:
+    """Prune the dense model as the case says: the report, seconds, and seconds by phase, which are not kept on a shared device."""
     bench.restore()
     windows = bench.calibration(case)
     started = time.perf_counter()
@@ -140,12 +140,18 @@ def measure(bench: Bench, case: Case, recovering: bool) -> list[dict]:
     _wait(bench)
     seconds = time.perf_counter() - started
     phases = {} if bench.arguments.shared else {phase: round(value, 2) for phase, value in report.phase_seconds.items()}
+    return report, seconds, phases
+
+
+def measure(bench: Bench, case: Case, recovering: bool) -> list[dict]:
+    """The case's rows: the pruned model and, if asked for, the recovered one."""
+    report, seconds, phases = pruned(bench, case)
     rows = [identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases, "sparsity": report.sparsity}]
     if recovering:
         from qprecon.llm import recover
 
         dense, _ = load_causal_lm(bench.arguments.model, device=bench.device, dtype=bench.arguments.dtype)
-        started = time.perf_counter()
+        windows, started = bench.calibration(case), time.perf_counter()
         recover(bench.model, dense, windows, device=bench.device, progress=False)
         _wait(bench)
         seconds += time.perf_counter() - started

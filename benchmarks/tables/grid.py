@@ -6,15 +6,14 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
-import re
 import sys
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "llm" / "low_bit.md"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from benchmarks.tables.pages import rewrite, rows_of, table
+
 MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"}
 METHODS = {
     "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-order": "the same, inputs of large H_ii first",
@@ -23,21 +22,9 @@ METHODS = {
 }  # fmt: skip
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def load(name: str) -> list[dict[str, Any]]:
-    """Rows of a result; none where it was not measured."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else []
-
-
 def layers() -> str:
     """f over the sparse optimum's, the five layers joined by slashes."""
-    rows = load("rounding")
+    rows = rows_of("rounding")
     grids, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("grid", "method"))
     order = [method for method in ("nearest", "gptq", "gptq-order", "gptq-start", "descent", "sweep") if method in methods]
 
@@ -64,12 +51,12 @@ def _exact(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def perplexities() -> str:
     """WikiText-2 / C4 of every case that was measured, a table a model."""
-    return "\n\n".join(_of_model(name, label) for name, label in MODELS.items() if load(f"grid_{name}"))
+    return "\n\n".join(_of_model(name, label) for name, label in MODELS.items() if rows_of(f"grid_{name}"))
 
 
 def _of_model(name: str, label: str) -> str:
     wanted = {"split": "test", "calibration": "wikitext2", "seed": 0, "windows": 128, "seqlen": 2048, "eval_windows": None}
-    rows = [row for row in load(f"grid_{name}") if all(row[key] == value for key, value in wanted.items())]
+    rows = [row for row in rows_of(f"grid_{name}") if all(row[key] == value for key, value in wanted.items())]
     cases = list(dict.fromkeys((row["pattern"], row["grid"], row["group"]) for row in rows if row["method"] != "slim"))
     presets = [preset for preset in ("fast", "best") if any(row["preset"] == preset for row in rows)]
     lines = []
@@ -97,10 +84,10 @@ def _cell(rows: list[dict[str, Any]], preset: str) -> str:
 
 def sizes() -> str:
     """Bytes on disk."""
-    models = [name for name in MODELS if load(f"sizes_{name}")]
+    models = [name for name in MODELS if rows_of(f"sizes_{name}")]
     blocks = []
     for name in models:
-        rows = load(f"sizes_{name}")
+        rows = rows_of(f"sizes_{name}")
         megabytes = lambda count: f"{count / 1e6:.1f}" if count else ""  # noqa: E731
         body = [[row["variant"], megabytes(row["model_bytes"]), megabytes(row["adapter_bytes"])] for row in rows]
         share = rows[0]["pruned_weights"] / rows[0]["parameters"]
@@ -109,25 +96,8 @@ def sizes() -> str:
     return "\n\n".join(blocks)
 
 
-def filled(page: str) -> str:
-    """The page with its sections made anew."""
-    for name, make in (("layers", layers), ("perplexities", perplexities), ("sizes", sizes)):
-        mark = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        assert mark.search(page), name
-        text = make()
-        page = mark.sub(lambda found, text=text: found[1] + (text + "\n" if text else "") + found[2], page)
-    return page
-
-
-def main() -> int:
-    """Rewrite or check."""
-    before = PAGE.read_text()
-    after = filled(before)
-    if "--check" in sys.argv[1:]:
-        return int(before != after)
-    PAGE.write_text(after)
-    return 0
+SECTIONS = {"layers": layers, "perplexities": perplexities, "sizes": sizes}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite({"docs/llm/low_bit.md": SECTIONS}))

@@ -7,15 +7,15 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from benchmarks.tables.pages import RESULTS, load, rewrite, table
+
 METHODS = ("qprecon pcg", "SparseGPT's update", "Thanos's update", "ADMM", "mpax", "rAPDHG, paper's calling form")
 LABELS = {
     ("wanda", "none"): "Wanda, kept as they are",
@@ -29,17 +29,6 @@ LABELS = {
     ("alps", "own"): "ALPS + its own update",
     ("alps", "optimal"): "**ALPS mask + optimal**",
 }
-
-
-def load(name: str) -> Any:
-    """A committed result."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def quality(model: str) -> str:
@@ -442,28 +431,5 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
-def filled(text: str, sections: dict[str, Callable[[], str]]) -> str:
-    """A page with its tables."""
-    for name, make in sections.items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.S)
-        if not pattern.search(text):
-            raise SystemExit(f"a page has no section {name!r}")
-        text = pattern.sub(lambda found, body=make(): f"{found[1]}{body}\n{found[2]}", text)
-    return text
-
-
-def main() -> int:
-    """Rewrite or check."""
-    wrong = 0
-    for page, sections in SECTIONS.items():
-        path = ROOT / page
-        before = path.read_text()
-        after = filled(before, sections)
-        wrong += before != after
-        if "--check" not in sys.argv[1:]:
-            path.write_text(after)
-    return int("--check" in sys.argv[1:] and wrong > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(SECTIONS))

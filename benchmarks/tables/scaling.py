@@ -6,27 +6,14 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 import sys
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "llm" / "scaling.md"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-
-def load(name: str) -> list[dict[str, Any]]:
-    """Rows of a result; none where it was not measured."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+from benchmarks.tables.pages import rewrite, rows_of, table
 
 
 def peaks(run: dict[str, Any]) -> str:
@@ -38,7 +25,7 @@ def peaks(run: dict[str, Any]) -> str:
 def pruning() -> str:
     """One rank and several of one host, measured."""
     rows = []
-    for result in load("scaling"):
+    for result in rows_of("scaling"):
         first = result["runs"][0]
         settings = ", ".join(f"{name}={value}" for name, value in result["settings"].items()) or "preset=fast"
         for run in result["runs"]:
@@ -56,7 +43,7 @@ def pruning() -> str:
         {
             f"{run['card']}, torch {run['versions']['torch']}, {result['samples']} windows of {result['seqlen']} tokens, "
             f"{result['date'][:10]}"
-            for result in load("scaling")
+            for result in rows_of("scaling")
             for run in result["runs"]
         }
     )
@@ -72,7 +59,7 @@ def per_block(run: dict[str, Any], result: dict[str, Any]) -> float:
 def one_card() -> str:
     """The 70B shape on one card, measured."""
     rows = []
-    for row in load("seventy"):
+    for row in rows_of("seventy"):
         blocks = int(re.search(r"(\d+) blocks", row["model"])[1])
         once = row["seconds"]["load"] + row["seconds"]["capture"]
         each = (row["seconds_beside_io"] - once) / blocks
@@ -87,13 +74,13 @@ def one_card() -> str:
 
 def recovery() -> str:
     """`recover` on one rank and on several, measured."""
-    if not load("recover_ranks"):
+    if not rows_of("recover_ranks"):
         return (
             "Not measured: no run through NCCL has been seen to its end yet. On processors, through Gloo, two and three processes "
             "give the weights of one (`tests/llm/ranks/test_recover.py`)."
         )
     rows = []
-    for result in load("recover_ranks"):
+    for result in rows_of("recover_ranks"):
         first = result["runs"][0]
         for run in result["runs"]:
             step, step_of_one = (of["phase_seconds"]["train"] / len(of["losses"]) for of in (run, first))
@@ -119,7 +106,7 @@ def scaling() -> str:
             f"{row['memory']['host'] / 1e9:.0f} GB",
             f"{row['memory']['disk'] / 1e9:.0f} GB",
         ]
-        for row in load("scaling_paper")
+        for row in rows_of("scaling_paper")
     ]
     head = ["model", "ranks", "forward", "gram", "columns", "exchange", "all, s", "columns' efficiency", "a card", "host", "disk"]
     return table(head, body)
@@ -138,7 +125,7 @@ def scaling_block() -> str:
             *(tera(row["block"][name]) for name in ("forward_flops", "gram_flops", "column_product_flops")),
             *(f"{row['block'][name] / 1e9:.2f}" for name in ("bytes_reduced", "bytes_broadcast")),
         ]
-        for row in load("scaling_paper")
+        for row in rows_of("scaling_paper")
         if row["ranks"] in (1, 2, 8)
     ]
     head = ["model", "ranks", "forward", "gram", "one product with H", "summed, GB", "sent, GB"]
@@ -148,10 +135,10 @@ def scaling_block() -> str:
 def sizes() -> str:
     """What of a block must fit on one card, on paper."""
     cards: dict[str, list[str]] = {}
-    for row in load("scaling_paper"):
+    for row in rows_of("scaling_paper"):
         cards.setdefault(row["model"], []).append(f"{row['memory']['card'] / 1e9:.0f}")
     body = []
-    for row in load("scaling_paper"):
+    for row in rows_of("scaling_paper"):
         if row["ranks"] == 1:
             known = row["memory"]
             held = (known["block"], 2 * known["block"]), (known["matrix"], known["factor"])
@@ -168,19 +155,5 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def main() -> int:
-    """Rewrite or check."""
-    before = after = PAGE.read_text()
-    for name, make in SECTIONS.items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.S)
-        if not pattern.search(after):
-            raise SystemExit(f"the page has no section {name!r}")
-        after = pattern.sub(lambda found, body=make(): f"{found[1]}{body}\n{found[2]}", after)
-    if "--check" in sys.argv[1:]:
-        return int(before != after)
-    PAGE.write_text(after)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite({"docs/llm/scaling.md": SECTIONS}))

@@ -65,32 +65,33 @@ def blocks(factor_NN: Array, root_N: Array, condition: float, gamma_n: float, ga
 
     ``root_N``: √A_ii, positive. ``gamma_n``, ``gamma_b``: γ for sums of N and of ``size`` numbers.
     """
-    torch, n = namespace(factor_NN), len(factor_NN)
-    whole = n // size * size
-    inverses, largest = [], 0.0
-    for first, width, count in ((0, size, whole // size), (whole, n - whole, int(whole < n))):
-        if not count:
-            continue
-        cuts = [slice(first + i * width, first + (i + 1) * width) for i in range(count)]
-        block_Bbb = torch.stack([factor_NN[cut, cut] for cut in cuts]).tril()
+    inverses, largest, first = [], 0.0, 0
+    for block_Bbb in _diagonal_blocks(factor_NN, size):
+        count, width = block_Bbb.shape[:2]
         inverse_Bbb = lower_inverses(block_Bbb)
         off_Bbb = abs(identity(width, block_Bbb) - block_Bbb @ inverse_Bbb)
         off_Bbb = off_Bbb + 2.1 * gamma_b * (abs(block_Bbb) @ abs(inverse_Bbb))  # that of ``off`` itself, and that of X·t
-        root_Bb = torch.stack([root_N[cut] for cut in cuts])
+        root_Bb = root_N[first : first + count * width].reshape(count, width)
         share = float(((off_Bbb @ root_Bb[:, :, None])[:, :, 0] / root_Bb).max())
         largest = max(largest, share) if share == share else float("inf")
         inverses += list(inverse_Bbb)
+        first += count * width
     error = 1.05 * (largest + 3.0 * gamma_n)
     return Blocks(factor_NN, inverses, error) if error * condition**0.5 <= WORST and largest < 1e-3 else None
 
 
 def unproven(factor_NN: Array, size: int) -> Blocks:
     """The blocks of a factor that no certificate is made with; their ``error`` is infinite."""
-    size = min(size, len(factor_NN))
-    cuts = [slice(first, first + size) for first in range(0, len(factor_NN), size)]
-    whole = namespace(factor_NN).stack([factor_NN[cut, cut] for cut in cuts if cut.stop <= len(factor_NN)]).tril()
-    rest = factor_NN[len(whole) * size :, len(whole) * size :].tril()
-    return Blocks(factor_NN, [*lower_inverses(whole), *([lower_inverses(rest[None])[0]] if len(rest) else [])], float("inf"))
+    inverses = [inverse_bb for block_Bbb in _diagonal_blocks(factor_NN, size) for inverse_bb in lower_inverses(block_Bbb)]
+    return Blocks(factor_NN, inverses, float("inf"))
+
+
+def _diagonal_blocks(factor_NN: Array, size: int) -> list[Array]:
+    """The lower triangles on the diagonal: those of ``size`` rows together, then the rest, if there is one, as a stack of one."""
+    torch, n = namespace(factor_NN), len(factor_NN)
+    cuts = [slice(first, min(first + size, n)) for first in range(0, n, size)]
+    whole, rest = ([cut for cut in cuts if (cut.stop - cut.start == size) is full] for full in (True, False))
+    return [torch.stack([factor_NN[cut, cut] for cut in part]).tril() for part in (whole, rest) if part]
 
 
 def lower_inverses(lower_Bbb: Array) -> Array:
