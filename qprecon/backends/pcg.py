@@ -19,6 +19,7 @@ from ._pcg import precondition as precondition
 from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInPieces
 from ._pcg.product import Full, chosen_precision, product
+from ._pcg.recorded import recorded
 from ._pcg.vectors import Scalars, vectors
 
 _CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
@@ -146,11 +147,14 @@ def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarr
 
 
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
-    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail)
-    state, out, device = _State.begin(chunk, ops, apply), None, device_type(chunk.residual_NK)
+    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply, apply)
+    state, out, device = _State.begin(chunk, ops), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
+    step = state.step
     for iteration in range(1, limit + 1):
-        state.step(multiply)
+        if iteration == 2 and ops.takes_no_memory:
+            step = recorded(step, state.x_NK)
+        step()
         if iteration % _CHECK_EVERY[device] and iteration != limit:
             continue
         if not state.freeze_finished():
@@ -160,6 +164,7 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
             break
         if device == "cpu":  # on a GPU the copies would cost more than the columns
             out, state = _leave_finished(out, state)
+            step = state.step
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
@@ -201,7 +206,6 @@ class _State:
 
     chunk: Chunk
     ops: Any
-    apply: precondition.Preconditioner
     x_NK: Array
     r_NK: Array
     p_NK: Array
@@ -209,14 +213,14 @@ class _State:
     finished_K: Array
 
     @staticmethod
-    def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
+    def begin(chunk: Chunk, ops: Any) -> _State:
         xp = namespace(chunk.residual_NK)
         r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
         if xp is not np:
             r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
         scalars = Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
-        return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
+        p_NK = ops.begin(r_NK, scalars)
+        return _State(chunk, ops, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
 
     def take(self, index: Array) -> _State:
         """Only some of the columns."""
@@ -225,7 +229,6 @@ class _State:
         return _State(
             replace(self.chunk, **objective),
             self.ops.take(index),
-            self.apply.take(index),
             *vectors_NK,
             self.scalars.take(index),
             self.finished_K[index],
@@ -237,10 +240,9 @@ class _State:
         words[to_numpy(self.broken())] = "breakdown"
         return words, np.array(to_numpy(self.scalars.iterations_K))
 
-    def step(self, multiply: Any) -> None:
+    def step(self) -> None:
         """One iteration of every active column; a finished column's step is zero."""
-        self.ops.advance(self.x_NK, self.r_NK, self.p_NK, multiply(self.p_NK, self.ops), self.scalars)
-        self.ops.turn(self.p_NK, self.r_NK, self.apply.correction(self.r_NK), self.apply.inverse_diagonal_N1, self.scalars)
+        self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
 
     def freeze_finished(self) -> bool:
         """Stop the columns whose estimated gap is small enough; whether any is left."""
@@ -252,7 +254,7 @@ class _State:
         xp = namespace(gap_K)
         small_K = gap_K <= self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
         self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
-        self.scalars.active_K = self.scalars.active_K & ~self.finished_K
+        self.scalars.active_K &= ~self.finished_K  # in its place, where a recorded step looks for it
         return bool(self.scalars.active_K.any())
 
     def broken(self) -> Array:
