@@ -26,7 +26,7 @@ def _back(
         inside = (rows < n) & (cols < k)
         w = tl.load(w_ptr + rows * w_row + cols * w_col, inside, 0.0).to(tl.float64)
         back = w - tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
-        tl.store(back_ptr + rows * k + cols, back, inside)
+        tl.store(back_ptr + rows * k + cols, back.to(back_ptr.dtype.element_ty), inside)
         mass += tl.sum(tl.load(root_ptr + rows, rows < n, 0.0) * tl.abs(back), 0)[None, :]
     tl.store(mass_ptr + tl.program_id(0) * k + cols, mass, cols < k)
 
@@ -52,13 +52,13 @@ def _residual(
     for step in range(steps):
         rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (rows < n) & (cols < k)
-        back = tl.load(back_ptr + rows * k + cols, inside, 0.0)
-        rho = tl.load(rho_ptr + rows * k + cols, inside, 0.0) + ridge * back
+        back = tl.load(back_ptr + rows * k + cols, inside, 0.0).to(tl.float64)
+        rho = tl.load(rho_ptr + rows * k + cols, inside, 0.0).to(tl.float64) + ridge * back
         tl.store(out_ptr + rows * out_row + cols * out_col, (rho * scale).to(out_ptr.dtype.element_ty), inside)
         value += tl.sum(back * rho, 0)[None, :]
         kept = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 0) != 0
         free = tl.where(kept, rho, 0.0)
-        tl.store(rho_ptr + rows * k + cols, free, inside)
+        tl.store(rho_ptr + rows * k + cols, free.to(rho_ptr.dtype.element_ty), inside)
         root = tl.load(root_ptr + rows, rows < n, 0.0)
         steepest = _largest(steepest, tl.abs(free) / tl.where(root > 0.0, root, 1.0))
         energy = _largest(energy, tl.abs(back) * root)
@@ -71,10 +71,12 @@ def _residual(
     tl.store(to + 3 * parts * k, outside, cols < k)
 
 
-def differences(w_NK: torch.Tensor, new_NK: torch.Tensor, root_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """w − ŵ, (N, K) float64, and Σ √A_ii |w_i − ŵ_i|, (K,)."""
+def differences(
+    w_NK: torch.Tensor, new_NK: torch.Tensor, root_N: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w − ŵ, (N, K) of that dtype, and Σ √A_ii |w_i − ŵ_i|, (K,) float64."""
     grid, steps, (n, k) = _strips(w_NK)
-    back_NK, mass_PK = root_N.new_empty(n, k), root_N.new_empty(grid[0], k)
+    back_NK, mass_PK = root_N.new_empty(n, k, dtype=dtype), root_N.new_empty(grid[0], k)
     with torch.cuda.device(w_NK.device):
         _back[grid](w_NK, new_NK, root_N, back_NK, mass_PK, n, k, *w_NK.stride(), *new_NK.stride(), steps, _ROWS, _COLS)
     return back_NK, mass_PK.sum(0)
@@ -84,8 +86,8 @@ def residuals(
     product_NK: torch.Tensor, back_NK: torch.Tensor, new_NK: torch.Tensor, mask_NK: torch.Tensor, root_N: torch.Tensor,
     ridge: float, scale: float, out_NK: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """With back = w − ŵ, H·back = ``product_NK`` (float64, C order) and ρ = H·back + λ·back: backᵀρ, and the largest |ρ_i|/√A_ii of
-    kept entries, |back_i|·√A_ii and |ŵ_i| of pruned entries, each (K,) float64.
+    """With back = w − ŵ, H·back = ``product_NK`` (of the same dtype, C order) and ρ = H·back + λ·back: backᵀρ, and the largest
+    |ρ_i|/√A_ii of kept entries, |back_i|·√A_ii and |ŵ_i| of pruned entries, each (K,) float64.
 
     ``out_NK`` becomes ρ·scale, and the product becomes ρ, 0 on pruned entries.
     """

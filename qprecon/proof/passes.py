@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.halves import has_fast_halves, symmetric_product
 from ..arrays.interop import Array, cast, device_type, dtype_name, namespace
 from ..arrays.linalg import column_dots, column_norms, masked
 from ..problem.column_qp import ColumnQP
@@ -19,6 +20,9 @@ from ..problem.hessian import Hessian
 from .factor import Certificate, gamma
 
 TRITON = importlib.util.find_spec("triton") is not None
+ROUGH = 4e-6
+"""Entry i of a product of halves is off by at most ``ROUGH`` · √A_ii · mass: twice what was seen (``symmetric_product``)."""
+_ROUGH_FROM = 2.0**32  # N²K from which halves are faster than float64
 TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -49,10 +53,15 @@ class Seen:
     violation_K: Array
 
 
-def look(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array) -> Seen:
-    """One look at ŵ = ``weights_NK`` for some columns; ``rho_out_NK`` becomes ρ in units of ``cert.unit``."""
+def look(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, rough: bool = False
+) -> Seen:
+    """One look at ŵ = ``weights_NK`` for some columns; ``rho_out_NK`` becomes ρ in units of ``cert.unit``.
+
+    rough: the product may be one of halves, whose error is not bounded but known from experience (``ROUGH``).
+    """
     if fused(problem, weights_NK):
-        return _look_fused(problem, cert, weights_NK, columns, rho_out_NK)
+        return _look_fused(problem, cert, weights_NK, columns, rho_out_NK, rough)
     w_NK, new_NK = cast(problem.weights_NK[:, columns], "float64"), cast(weights_NK, "float64")
     mask_NK = problem.mask_NK[:, columns]
     back_NK = w_NK - new_NK  # −Δ
@@ -103,17 +112,27 @@ def fused(problem: ColumnQP, weights_NK: Array) -> bool:
     return TRITON and plain and floats and device_type(weights_NK) == "cuda"
 
 
-def _look_fused(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array) -> Seen:
+def _look_fused(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, rough: bool
+) -> Seen:
     from .kernels import differences, residuals
 
-    back_NK, mass_K = differences(problem.weights_NK[:, columns], weights_NK, cert.root_N)
-    free_NK = problem.hessian.product(back_NK)
+    rough = rough and takes_halves(problem, weights_NK)
+    w_NK, torch = problem.weights_NK[:, columns], namespace(weights_NK)
+    back_NK, mass_K = differences(w_NK, weights_NK, cert.root_N, torch.float32 if rough else torch.float64)
+    free_NK = symmetric_product(problem.hessian_NN, cert.root_N, back_NK) if rough else problem.hessian.product(back_NK)
     value_K, stationarity_K, energy_K, violation_K = residuals(
         free_NK, back_NK, weights_NK, problem.mask_NK[:, columns], cert.root_N, problem.ridge, 1.0 / cert.unit, rho_out_NK
     )
-    rounding_K = 2.0 * gamma(problem.n_inputs) * mass_K**2
-    price_K = namespace(value_K).zeros_like(value_K)
+    rounding_K = 2.0 * (ROUGH if rough else gamma(problem.n_inputs)) * mass_K**2
+    price_K = torch.zeros_like(value_K)
     return Seen(value_K, rounding_K, 0.0, mass_K, mass_K, free_NK, price_K, stationarity_K, energy_K, violation_K)
+
+
+def takes_halves(problem: ColumnQP, weights_NK: Array) -> bool:
+    """Whether a rough look is worth its halves: they are made for every product."""
+    narrow = dtype_name(problem.hessian_NN) == dtype_name(weights_NK) == "float32"
+    return narrow and has_fast_halves(weights_NK) and problem.n_inputs * weights_NK.shape[0] * weights_NK.shape[1] > _ROUGH_FROM
 
 
 def _split(

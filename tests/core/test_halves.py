@@ -135,3 +135,17 @@ def test_without_tensor_cores_products_are_float32s(monkeypatch):
     assert torch.equal(total, torch.ones(30, 4).addmm_(a, b))
     spd = a @ a.T + torch.eye(30)
     assert torch.equal(halves.inverse(spd.clone()), torch.cholesky_inverse(torch.linalg.cholesky(spd)))
+
+
+def test_a_symmetric_product_by_its_roots(monkeypatch):
+    """Inputs 1e10 times as large as others cost these no digit; in row panels, as large matrices are multiplied."""
+    monkeypatch.setattr(halves, "_PANEL_ROWS", 100)
+    torch.manual_seed(0)
+    size_N = torch.logspace(-5, 5, 250)[torch.randperm(250)]
+    x_TN = torch.randn(600, 250) * size_N
+    h_NN, w_NK = x_TN.T @ x_TN, torch.randn(250, 30) * torch.logspace(-4, 4, 30)
+    root_N = h_NN.double().diagonal().sqrt()
+    wanted_NK = h_NN.double() @ w_NK.double()
+    size_NK = root_N[:, None] * (root_N @ w_NK.double().abs())
+    found_NK = halves.symmetric_product(h_NN, root_N, w_NK)
+    assert found_NK.dtype == torch.float32 and ((found_NK - wanted_NK).abs() / size_NK).max() < 1e-6

@@ -153,6 +153,29 @@ def _thin(
         tl.store(out_ptr + turned, t, inside)
 
 
+@triton.jit
+def _pairs(root_ptr, left_ptr, right_ptr, out_ptr, n, count, rank, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Products of two columns of root (n, rank), as float16 numbers above what these leave, (2n, count)."""
+    at, inside, rows, cols = _tile(n, count, count, ROWS, COLS)
+    left = tl.load(left_ptr + cols, cols < count, 0)
+    right = tl.load(right_ptr + cols, cols < count, 0)
+    row = root_ptr + rows.to(tl.int64) * rank
+    x = tl.load(row + left, inside, 0.0) * tl.load(row + right, inside, 0.0)
+    high = x.to(tl.float16)
+    tl.store(out_ptr + at, high, inside)
+    tl.store(out_ptr + n.to(tl.int64) * count + at, (x - high.to(tl.float32)).to(tl.float16), inside)
+
+
+def pairs(root_Nr: torch.Tensor, left_R: torch.Tensor, right_R: torch.Tensor) -> torch.Tensor:
+    """Row by row root_i,left · root_i,right as two float16 numbers, the first N rows and the last of (2N, R)."""
+    (n, rank), count = root_Nr.shape, len(left_R)
+    out_2NR = torch.empty(2 * n, count, dtype=torch.float16, device=root_Nr.device)
+    with torch.cuda.device(root_Nr.device):
+        grid = (triton.cdiv(n, ROWS), triton.cdiv(count, COLS))
+        _pairs[grid](root_Nr.contiguous(), left_R, right_R, out_2NR, n, count, rank, ROWS, COLS)
+    return out_2NR
+
+
 def pieces(x_NK: torch.Tensor, out_N3K: torch.Tensor | None = None) -> torch.Tensor:
     """The three bfloat16 pieces of float32 numbers side by side, (N, 3K)."""
     n, k = x_NK.shape

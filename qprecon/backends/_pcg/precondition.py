@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...arrays.halves import unit_of
 from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace
-from ...arrays.linalg import bfloat16_parts, identity
+from ...arrays.linalg import identity
 from .factor import Factor
+from .vectors import TRITON
 
 _OVERSAMPLING = 8
 _INNER_BYTES = 2.0**28
@@ -120,25 +122,40 @@ def _inner(root_Nr: Array, mask_NK: Array) -> Array:
 
 def _pair_products(root_Nr: Array, rows: np.ndarray, cols: np.ndarray, mask_NK: Array) -> Array:
     """The entries (rows, cols) of G_IᵀG_I for every column, (K, pairs); a slab at a time, as the N×pairs products are large."""
-    step = max(1, int(_SLAB // max(root_Nr.shape[0], 1)) // _ALIGNMENT) * _ALIGNMENT
-    xp, parts = namespace(root_Nr), []
-    for first in range(0, len(rows), step):
-        part = slice(first, first + step)
-        parts.append(_mask_product(mask_NK, root_Nr[:, rows[part]] * root_Nr[:, cols[part]]))
+    n, pairs, on_gpu = root_Nr.shape[0], len(rows), device_type(root_Nr) == "cuda" and dtype_name(root_Nr) == "float32"
+    step = max(1, int(_SLAB // max(n, 1)) // _ALIGNMENT) * _ALIGNMENT
+    slabs = [slice(first, min(first + step, pairs)) for first in range(0, pairs, step)]
+    if on_gpu:
+        return _pairs_by_halves(root_Nr, *(like(index, root_Nr) for index in (rows, cols)), mask_NK, slabs)
+    xp, mask_KN = namespace(root_Nr), cast(mask_NK, dtype_name(root_Nr)).T
+    parts = [mask_KN @ (root_Nr[:, rows[part]] * root_Nr[:, cols[part]]) for part in slabs]
     return parts[0] if len(parts) == 1 else xp.concatenate(parts, 1)
 
 
-def _mask_product(mask_NK: Array, values_NR: Array) -> Array:
-    """maskᵀ · values with float32 accuracy, (K, R)."""
-    if device_type(values_NR) != "cuda" or dtype_name(values_NR) != "float32":
-        return cast(mask_NK, dtype_name(values_NR)).T @ values_NR
-    # 0 and 1 are exact in bfloat16 and three bfloat16 parts hold a float32: tensor cores do it exactly, four times faster
-    torch = namespace(values_NR)
-    mask_KN = mask_NK.T.bfloat16()
-    total = torch.zeros(mask_KN.shape[0], values_NR.shape[1], dtype=torch.float32, device=values_NR.device)
-    for part in bfloat16_parts(values_NR, 3):
-        total += torch.mm(mask_KN, part, out_dtype=torch.float32)
-    return total
+def _pairs_by_halves(root_Nr: Array, left_R: Array, right_R: Array, mask_NK: Array, slabs: list[slice]) -> Array:
+    """Nearly as exact as in float32, on tensor cores: 0 and 1 are exact in float16, and two float16 numbers hold 22 bits.
+
+    root is scaled by a power of two such that its squares, the largest products, come to 2¹⁴ at most (`arrays.halves`).
+    """
+    torch = namespace(root_Nr)
+    unit = unit_of(root_Nr) * 2.0**7
+    root_Nr, mask_KN = root_Nr / unit, mask_NK.T.half()
+    mask_K2N = torch.cat([mask_KN, mask_KN], 1)
+    half_KR = torch.empty(mask_KN.shape[0], len(left_R), dtype=torch.float32, device=root_Nr.device)
+    for part in slabs:
+        values_2NR = _pair_halves(root_Nr, left_R[part], right_R[part])
+        half_KR[:, part] = torch.mm(mask_K2N, values_2NR, out_dtype=torch.float32)
+    return half_KR.mul_(unit * unit)
+
+
+def _pair_halves(root_Nr: Array, left_R: Array, right_R: Array) -> Array:
+    if TRITON:
+        from .kernels import pairs
+
+        return pairs(root_Nr, left_R, right_R)
+    products_NR = root_Nr[:, left_R] * root_Nr[:, right_R]
+    high_NR = products_NR.half()
+    return namespace(root_Nr).cat([high_NR, products_NR.sub_(high_NR).half()])
 
 
 def _inverse_plus_identity(gram_Krr: Array) -> Array:
