@@ -103,7 +103,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
                 return found
         multiply, tall = multiplying(precision), FactorInPieces if precision == "bf16" else Factor
         columns = chunk.start_NK.shape[1]
-        if precision == "bf16" and columns % _ALIGNMENT:
+        if device_type(chunk.start_NK) == "cuda" and columns % _ALIGNMENT:
             chunk = _padded(chunk, -columns % _ALIGNMENT)
         apply = precondition.for_columns(shared, chunk.mask_NK, tall) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
@@ -121,7 +121,8 @@ def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
 
 
 def _padded(chunk: Chunk, more: int) -> Chunk:
-    """The chunk with ``more`` empty columns: an odd width costs the tensor cores half their speed or worse."""
+    """The chunk with ``more`` empty columns: an odd width costs the tensor cores half their speed or worse, and kernels their
+    compilation."""
     pad = lambda x: None if x is None else namespace(x).nn.functional.pad(x, (0, more))  # noqa: E731
     fields = ("weights_NK", "mask_NK", "start_NK", "residual_NK", "start_objective_K", "improved_K", "linear_NK")
     return replace(chunk, **{name: pad(getattr(chunk, name)) for name in fields})

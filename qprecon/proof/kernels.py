@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLS = 32, 64
+_VARIED = {"do_not_specialize": ["n", "steps"]}  # else compiled anew where one is 1, or divisible by 16
 _STEPS, _BUSY = 8, 1056  # tiles of a strip at most; programs from which on a GPU is busy
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _back(
     w_ptr, new_ptr, root_ptr, back_ptr, mass_ptr, n, k, w_row, w_col, new_row, new_col, steps,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -38,7 +39,7 @@ def _largest(before, x):
     return tl.maximum(before, tl.max(x, 0)[None, :])
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _residual(
     rho_ptr, back_ptr, new_ptr, mask_ptr, root_ptr, out_ptr, found_ptr, n, k, new_row, new_col, mask_row, mask_col,
     out_row, out_col, steps, numbers_ptr, ROWS: tl.constexpr, COLS: tl.constexpr,

@@ -22,6 +22,7 @@ from .factor import Certificate, gamma
 TRITON = importlib.util.find_spec("triton") is not None
 ROUGH = 4e-6
 """Entry i of a product of halves is off by at most ``ROUGH`` · √A_ii · mass: twice what was seen (``symmetric_product``)."""
+_EVEN, _MANY = 16, 2**22
 _ROUGH_FROM = 2.0**32  # N²K from which halves are faster than float64
 TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -91,7 +92,7 @@ def energies(hessian: Hessian, new_NK: Array, old_NK: Array) -> tuple[Array, Arr
     """An upper bound on dᵀAd of every column of d = ``new_NK`` − ``old_NK``, (K,) float64, and Ad, (N, K) in the dtype of d."""
     root_N = (cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge) ** 0.5
     out_NK = namespace(new_NK).empty_like(new_NK)
-    if TRITON and device_type(new_NK) == "cuda" and 0 not in tuple(new_NK.shape):
+    if TRITON and device_type(new_NK) == "cuda" and _usual(new_NK):
         from .kernels import differences, residuals
 
         d_NK, mass_K = differences(new_NK, old_NK, root_N)
@@ -107,9 +108,15 @@ def energies(hessian: Hessian, new_NK: Array, old_NK: Array) -> tuple[Array, Arr
 
 def fused(problem: ColumnQP, weights_NK: Array) -> bool:
     """Whether the kernels can be had for this."""
-    plain = problem.rhs_NK is None and not problem.has_bounds and 0 not in tuple(weights_NK.shape)
+    plain = problem.rhs_NK is None and not problem.has_bounds and _usual(weights_NK)
     floats = dtype_name(problem.weights_NK) in _FLOATS and dtype_name(weights_NK) in _FLOATS
     return TRITON and plain and floats and device_type(weights_NK) == "cuda"
+
+
+def _usual(weights_NK: Array) -> bool:
+    """Whether the kernels are worth while: not for a few columns, for the number of which they might have to be compiled."""
+    n, k = weights_NK.shape
+    return n * k > 0 and (k % _EVEN == 0 or n * k >= _MANY)
 
 
 def _look_fused(

@@ -179,7 +179,7 @@ def test_what_storing_costs_is_bounded_by_kernels_as_by_plain_operations():
     assert isinstance(device, Hessian)
     new_NK = w_NK.bfloat16().float()
     (found_K, product_NK), (wanted_K, wanted_NK) = (
-        energies(hessian, new[:, 10:140], old[:, 10:140])
+        energies(hessian, new[:, 10:138], old[:, 10:138])
         for hessian, new, old in ((device, new_NK.cuda(), w_NK.cuda()), (host, new_NK, w_NK))
     )
     torch.testing.assert_close(found_K.cpu(), wanted_K, rtol=1e-9, atol=0.0)

@@ -53,8 +53,11 @@ def kernels(monkeypatch):
         yield
         current.pop()
 
+    for name in ("qprecon.backends.pcg", "qprecon.proof.audit"):
+        importlib.import_module(name)  # which look whether there is a Triton
     triton = types.ModuleType("triton")
-    triton.jit, triton.cdiv, triton.language = Kernel, lambda a, b: -(-a // b), types.ModuleType("triton.language")
+    triton.jit = lambda function=None, **options: Kernel if function is None else Kernel(function)
+    triton.cdiv, triton.language = lambda a, b: -(-a // b), types.ModuleType("triton.language")
     triton.language.constexpr = int
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", triton.language)

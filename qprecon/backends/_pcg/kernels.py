@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 ROWS, COLS, LINE = 64, 64, 128
+_VARIED = {"do_not_specialize": ["n", "parts", "rank"]}
+"""Triton compiles a kernel anew, for half a second, where numbers are 1 or divisible by 16. K is a multiple of 64 always."""
 THIN = 32  # rows and columns of a tile of the thin arrays
 
 
@@ -22,7 +24,7 @@ def _tile(n, k, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     return rows.to(tl.int64) * stride + cols, (rows < n) & (cols < k), rows, cols
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _curvature(p_ptr, q_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
     at, inside, _, cols = _tile(n, k, k, ROWS, COLS)
     p = tl.load(p_ptr + at, inside, 0.0)
@@ -30,7 +32,7 @@ def _curvature(p_ptr, q_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constex
     tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(p * q, 0)[None, :], cols < k)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _advance(
     x_ptr, r_ptr, p_ptr, q_ptr, mask_ptr, alpha_ptr, pieces_ptr, n, k, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -56,7 +58,7 @@ def _store_pieces(out_ptr, x, rows, cols, inside, k):
         x = x - part.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _alpha(partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, parts, k, COLS: tl.constexpr):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
@@ -72,7 +74,7 @@ def _alpha(partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr,
     tl.store(iterations_ptr + cols, tl.load(iterations_ptr + cols, inside, 0) + active.to(tl.int32), inside)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _beta(partial_ptr, rz_ptr, active_ptr, beta_ptr, parts, k, COLS: tl.constexpr):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
@@ -86,7 +88,7 @@ def _beta(partial_ptr, rz_ptr, active_ptr, beta_ptr, parts, k, COLS: tl.constexp
     tl.store(active_ptr + cols, active & (fresh > 0.0), inside)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _dot_z(
     r_ptr, w_ptr, mask_ptr, inverse_ptr, out_ptr, n, k, HAS_W: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
@@ -95,7 +97,7 @@ def _dot_z(
     tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(r * z, 0)[None, :], cols < k)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _turn(
     p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, pieces_ptr, beta_ptr, n, k,
     HAS_W: tl.constexpr, HAS_P: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -119,13 +121,13 @@ def _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W: tl.const
     return z, r
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _pieces(x_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
     _store_pieces(out_ptr, tl.load(x_ptr + at, inside, 0.0), rows, cols, inside, k)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _thin(
     t_ptr, out_ptr, rank, k, stride, SUMMED: tl.constexpr, STACKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -153,7 +155,7 @@ def _thin(
         tl.store(out_ptr + turned, t, inside)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _pairs(root_ptr, left_ptr, right_ptr, out_ptr, n, count, rank, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Products of two columns of root (n, rank), as float16 numbers above what these leave, (2n, count)."""
     at, inside, rows, cols = _tile(n, count, count, ROWS, COLS)
