@@ -43,7 +43,7 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
             if even < len(x_TN):
                 part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
         elif wide:
-            part_NN += torch.mm(left_TN.t(), right_TN, out_dtype=torch.float32)
+            add_wide(part_NN, left_TN.t(), right_TN)
         elif (pieces := pieces_of(x_TN)) > 1:
             even = len(x_TN) // pieces * pieces
             parts_PTN = x_TN[:even].reshape(pieces, -1, x_TN.shape[1])
@@ -62,9 +62,15 @@ def add_cross(sum_NK: Array, x_TN: Array, y_TK: Array) -> None:
     x_TN, y_TK = (x_TN, y_TK) if wide else (x_TN.to(sum_NK.dtype), y_TK.to(sum_NK.dtype))
     for rows in panels(len(sum_NK)):
         if wide:
-            sum_NK[rows] += torch.mm(x_TN[:, rows].t(), y_TK, out_dtype=torch.float32)
+            add_wide(sum_NK[rows], x_TN[:, rows].t(), y_TK)
         else:
             sum_NK[rows].addmm_(x_TN[:, rows].t(), y_TK)
+
+
+def add_wide(sum_NK: Array, left_NT: Array, right_TK: Array) -> None:
+    """Add a product of 16-bit matrices to a float32 tensor on a GPU, in the pass that writes it."""
+    torch = namespace(sum_NK)
+    torch.addmm(sum_NK, left_NT, right_TK, out_dtype=torch.float32, out=sum_NK)
 
 
 def mirror(sum_NN: Array) -> None:

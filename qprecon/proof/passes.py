@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays.halves import has_fast_halves, symmetric_product
-from ..arrays.interop import Array, cast, device_type, dtype_name, namespace
+from ..arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
 from ..arrays.linalg import column_dots, column_norms, masked
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import Hessian
 from .factor import Certificate, gamma
+from .triangular import transposed_norms
 
 TRITON = importlib.util.find_spec("triton") is not None
 ROUGH = 4e-6
@@ -104,6 +105,26 @@ def energies(hessian: Hessian, new_NK: Array, old_NK: Array) -> tuple[Array, Arr
         value_K, mass_K = column_dots(d_NK, product_NK), root_N @ abs(d_NK)
     xp = namespace(value_K)
     return xp.maximum(value_K, xp.zeros_like(value_K)) + 2.0 * gamma(hessian.n_inputs) * mass_K**2, out_NK
+
+
+def distances(hessian: Hessian, cert: Certificate, new_NK: Array, old_NK: Array) -> Array:
+    """An upper bound on dᵀAd of every column of d = ``new_NK`` − ``old_NK``, (K,) float64: that of ``energies`` for half its price.
+
+    With A = LLᵀ + T − E and |E_ij| ≤ γ √(A_ii A_jj) (`factor`) it is ‖Lᵀd‖² + dᵀTd and at most γm² more, m = Σ √A_ii |d_i|, and the
+    computed norm is off by at most γm, as the rows of L are no longer than √A_ii.
+    """
+    if cert.factor_NN is None or cert.shift_N is None or cert.dead_N is not None or kind_of(cert.factor_NN) == "numpy":
+        return energies(hessian, new_NK, old_NK)[0]
+    if TRITON and device_type(new_NK) == "cuda" and _usual(new_NK):
+        from .kernels import differences
+
+        d_NK, mass_K = differences(new_NK, old_NK, cert.root_N)
+    else:
+        d_NK = cast(new_NK, "float64") - cast(old_NK, "float64")
+        mass_K = cert.root_N @ abs(d_NK)
+    error_K = gamma(hessian.n_inputs) * mass_K
+    norm_K = (1.0 + gamma(hessian.n_inputs)) * transposed_norms(cert.factor_NN, d_NK) + error_K
+    return norm_K**2 + cert.shift_N @ (d_NK * d_NK) + error_K * mass_K
 
 
 def fused(problem: ColumnQP, weights_NK: Array) -> bool:

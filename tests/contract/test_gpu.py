@@ -172,10 +172,11 @@ def test_the_audit_in_kernels_is_that_of_plain_operations(turned, monkeypatch):
 def test_what_storing_costs_is_bounded_by_kernels_as_by_plain_operations():
     """dᵀAd of a rounding to bfloat16, of views of larger arrays."""
     from qprecon.problem.hessian import Hessian
-    from qprecon.proof.passes import energies
+    from qprecon.proof.passes import distances, energies
 
     h_NN, w_NK, _ = _problem(n=260, k=150)
-    device, host = (qprecon.prepare(x, damping=0.01).hessian for x in (h_NN.cuda(), h_NN))
+    both = [qprecon.prepare(x, damping=0.01) for x in (h_NN.cuda(), h_NN)]
+    device, host = (prepared.hessian for prepared in both)
     assert isinstance(device, Hessian)
     new_NK = w_NK.bfloat16().float()
     (found_K, product_NK), (wanted_K, wanted_NK) = (
@@ -183,6 +184,8 @@ def test_what_storing_costs_is_bounded_by_kernels_as_by_plain_operations():
         for hessian, new, old in ((device, new_NK.cuda(), w_NK.cuda()), (host, new_NK, w_NK))
     )
     torch.testing.assert_close(found_K.cpu(), wanted_K, rtol=1e-9, atol=0.0)
+    halved_K = distances(device, both[0].certificate, new_NK.cuda()[:, 10:138], w_NK.cuda()[:, 10:138])
+    torch.testing.assert_close(halved_K.cpu(), wanted_K, rtol=1e-7, atol=0.0)
     torch.testing.assert_close(product_NK.cpu(), wanted_NK, rtol=1e-5, atol=1e-5 * float(wanted_NK.abs().max()))
 
 
