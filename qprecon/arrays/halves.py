@@ -143,6 +143,40 @@ def inverse(matrix_NN: Array) -> Array:
     return matrix_NN
 
 
+def is_definite(matrix_NN: Array, more: float) -> bool:
+    """Whether D⁻½AD⁻½ + more·I has a Cholesky factor, D = diag A ≥ 0; a row of zeros counts as one of the identity.
+
+    Panel by panel, from the panels to its left; their products by halves, which takes half the time of float32 at 14336 inputs. All
+    numbers are at most 1 after scaling, so that the factor is as exact as N·2⁻²² there. One wait for the device.
+    """
+    torch, n = namespace(matrix_NN), len(matrix_NN)
+    diagonal_N = matrix_NN.diagonal()
+    root_N = torch.where(diagonal_N > 0, diagonal_N.sqrt(), 1.0)
+    more_N = more + (diagonal_N <= 0).to(matrix_NN.dtype)
+    high_NN, low_NN = (torch.empty(n, n, dtype=torch.float16, device=matrix_NN.device) for _ in range(2))
+    sound = []
+    for first in range(0, n, _LEAF):
+        left, block = slice(0, first), slice(first, min(first + _LEAF, n))
+        width = block.stop - first
+        panel_RB = matrix_NN[first:, block] / root_N[first:, None]
+        panel_RB /= root_N[block]
+        panel_RB.diagonal().add_(more_N[block])
+        if first:
+            rows = torch.cat((high_NN[first:, left], low_NN[first:, left], high_NN[first:, left]), 1)
+            columns = torch.cat((high_NN[block, left], high_NN[block, left], low_NN[block, left]), 1).T
+            panel_RB.sub_(_wide(rows, columns), alpha=2.0 ** -(2 * _LARGEST - 2))
+        factor_BB = _cholesky(panel_RB[:width])
+        sound.append(factor_BB.diagonal().isfinite().all())
+        identity_BB = torch.eye(width, dtype=factor_BB.dtype, device=factor_BB.device)
+        inverse_BB = torch.linalg.solve_triangular(factor_BB, identity_BB, upper=False)
+        panel_RB[width:] = multiply(Halves.of(panel_RB[width:]), Halves.of(inverse_BB).mT) if block.stop < n else 0.0
+        panel_RB[:width] = factor_BB
+        panel_RB.mul_(2.0 ** (_LARGEST - 1))
+        high_NN[first:, block] = panel_RB
+        low_NN[first:, block] = panel_RB.sub_(high_NN[first:, block])
+    return bool(torch.stack(sound).all()) if sound else True
+
+
 def _invert_factor(matrix_NN: Array) -> None:
     """Put L⁻¹, lower triangular, in place of a matrix LLᵀ of which only the lower triangle is read."""
     torch, n = namespace(matrix_NN), len(matrix_NN)

@@ -6,6 +6,7 @@ Each column is CG on its own H_II. In Δ form: the residual is never formed from
 from __future__ import annotations
 
 import functools
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from ._pcg.product import Full, chosen_precision, product
 from ._pcg.recorded import recorded
 from ._pcg.vectors import Scalars, vectors
 
-_CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
+_MOST_UNSEEN = {"cpu": 1, "cuda": 4}  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
 _ALIGNMENT = 64  # columns
 _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
@@ -151,15 +152,17 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply, apply)
     state, out, device = _State.begin(chunk, ops), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
-    step = state.step
+    step, look, seen = state.step, min(3, _MOST_UNSEEN[device]), (0, 0.0)
     for iteration in range(1, limit + 1):
         if iteration == 2 and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
         step()
-        if iteration % _CHECK_EVERY[device] and iteration != limit:
+        if iteration < look and iteration != limit:
             continue
-        if not state.freeze_finished():
+        before, seen = seen, (iteration, state.freeze_finished())
+        if not seen[1]:
             break
+        look = iteration + _iterations_left(before, seen, _MOST_UNSEEN[device])
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
@@ -170,6 +173,14 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
     return RawColumns(chunk.start_NK + out.x_NK, out.words, out.iterations, dict(extras))
+
+
+def _iterations_left(before: tuple[int, float], now: tuple[int, float], most: int) -> int:
+    """Until the worst column should be done, if it goes on as since the look before: (iteration, times too large) of both."""
+    (earlier, larger), (iteration, worst) = before, now
+    if most == 1 or not 1.0 < worst < larger:
+        return most
+    return max(1, min(most, math.ceil(math.log(worst) / math.log(larger / worst) * (iteration - earlier))))
 
 
 @dataclass(eq=False)
@@ -245,18 +256,21 @@ class _State:
         """One iteration of every active column; a finished column's step is zero."""
         self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
 
-    def freeze_finished(self) -> bool:
-        """Stop the columns whose estimated gap is small enough; whether any is left."""
+    def freeze_finished(self) -> float:
+        """Stop the columns whose estimated gap is small enough; how many times too large the worst other one's is, or 0."""
         gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
         if self.chunk.linear_NK is None:
             base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
         else:
             base_K = self.chunk.improved_K + self.scalars.gain_K
         xp = namespace(gap_K)
-        small_K = gap_K <= self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
+        enough_K = self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
+        small_K = gap_K <= enough_K
         self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
         self.scalars.active_K &= ~self.finished_K  # in its place, where a recorded step looks for it
-        return bool(self.scalars.active_K.any())
+        ratio_K = xp.where(self.scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K))
+        worst = float(ratio_K.max()) if len(ratio_K) else 0.0
+        return worst if worst == worst else np.inf
 
     def broken(self) -> Array:
         """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, Place, cast, dtype_name, from_core, namespace, to_core
+from ..arrays.halves import has_fast_halves, is_definite
+from ..arrays.interop import Array, Place, cast, dtype_name, from_core, kind_of, namespace, to_core
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
 from ..contract.options import as_number, is_whole
 
@@ -24,6 +25,7 @@ _NOT_SEMIDEFINITE = (
     "It is no Gram matrix, or one in too few bits: accumulate XᵀX in float32 or better"
 )
 _PANEL = 4096  # rows
+_HALVES_FROM = 8192  # inputs from which a factorisation by halves is faster than a library's
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -68,13 +70,16 @@ class Hessian:
     def is_gram(self) -> bool:
         """Whether H itself, without its damping, has no negative eigenvalue that summing in float32 does not explain.
 
-        Not a proof: it is told by a factorisation in H's own dtype, which in float32 is quick, and far better than what is asked.
+        Not a proof: it is told by a factorisation in H's own dtype (on a GPU a large one by halves), which in float32 is quick, and
+        far better than what is asked.
         """
         h_NN, n = self.hessian_NN, self.n_inputs
         diagonal_N = h_NN.diagonal()
         dead_N = diagonal_N == 0
         if bool((h_NN[dead_N] != 0).any()):
             return False
+        if n >= _HALVES_FROM and dtype_name(h_NN) == "float32" and kind_of(h_NN) == "torch" and has_fast_halves(h_NN):
+            return is_definite(h_NN, n * ENTRY * 2.0**-24)
         mean = float(power_of_two(np.asarray(mean_diagonal(h_NN))))
         more_N = n * ENTRY * 2.0**-24 * diagonal_N / mean + cast(dead_N, dtype_name(diagonal_N))
         with exact_float32():

@@ -136,9 +136,9 @@ def test_pair_products_by_halves():
 
     torch.manual_seed(0)
     root_Nr = torch.randn(1001, 20, device="cuda") * torch.logspace(2, -1, 20, device="cuda")
-    mask_NK, (rows, cols) = torch.rand(1001, 77, device="cuda") > 0.5, np.triu_indices(20)
-    found = precondition._pair_products(root_Nr, rows, cols, mask_NK)
-    left, right = root_Nr.double()[:, rows], root_Nr.double()[:, cols]
+    mask_NK, pairs = torch.rand(1001, 77, device="cuda") > 0.5, precondition.Pairs.of(20, root_Nr)
+    found = precondition._pair_products(root_Nr, pairs, mask_NK)
+    left, right = root_Nr.double()[:, pairs.left_R], root_Nr.double()[:, pairs.right_R]
     wanted, size = mask_NK.double().T @ (left * right), mask_NK.double().T @ (left * right).abs()
     assert ((found - wanted).abs() <= 2e-6 * size + 1e-9 * size.max()).all()
 

@@ -11,6 +11,7 @@ with itself.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,11 @@ class LowRank:
 
     factor_Nr: Array
     diagonal_N: Array  # diag(H − FFᵀ) + λ, positive
+
+    @functools.cached_property
+    def pairs(self) -> Pairs:
+        """What ``_inner`` makes of the columns of F."""
+        return Pairs.of(self.factor_Nr.shape[1], self.factor_Nr)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,34 +107,47 @@ def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor] = Factor) 
     """The preconditioner of columns with these masks, (N, K) bool; ``factor`` makes the products with D⁻¹F."""
     inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
     root_Nr = shared.factor_Nr * inverse_N1**0.5
-    return Preconditioner(inverse_N1, factor(shared.factor_Nr * inverse_N1), _inner(root_Nr, mask_NK))
+    return Preconditioner(inverse_N1, factor(shared.factor_Nr * inverse_N1), _inner(root_Nr, mask_NK, shared.pairs))
 
 
-def _inner(root_Nr: Array, mask_NK: Array) -> Array:
+def _inner(root_Nr: Array, mask_NK: Array, pairs: Pairs) -> Array:
     """K_j = (I + G_IᵀG_I)⁻¹ for every column, (K, r, r)."""
     xp, rank, k = namespace(root_Nr), root_Nr.shape[1], mask_NK.shape[1]
-    rows, cols = np.triu_indices(rank)
-    half = _pair_products(root_Nr, rows, cols, mask_NK)  # (K, r(r+1)/2): half, by symmetry
-    place = np.zeros((rank, rank), dtype=np.int64)
-    place[rows, cols] = place[cols, rows] = np.arange(len(rows))
-    index = like(place.reshape(-1), root_Nr)
+    half = _pair_products(root_Nr, pairs, mask_NK)  # (K, r(r+1)/2): half, by symmetry
     some = max(1, int(_INNER_BYTES // (8 * rank * rank)))  # columns whose float64 matrices are in memory together
     inner_Krr = xp.empty((k, rank, rank), dtype=half.dtype, **({} if xp is np else {"device": half.device}))
     for first in range(0, k, some):
         part = slice(first, min(first + some, k))
-        inner_Krr[part] = _inverse_plus_identity(half[part][:, index].reshape(-1, rank, rank))
+        inner_Krr[part] = _inverse_plus_identity(half[part][:, pairs.place_rr].reshape(-1, rank, rank))
     return inner_Krr
 
 
-def _pair_products(root_Nr: Array, rows: np.ndarray, cols: np.ndarray, mask_NK: Array) -> Array:
-    """The entries (rows, cols) of G_IᵀG_I for every column, (K, pairs); a slab at a time, as the N×pairs products are large."""
-    n, pairs, on_gpu = root_Nr.shape[0], len(rows), device_type(root_Nr) == "cuda" and dtype_name(root_Nr) == "float32"
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The entries of a symmetric matrix of `rank` rows that are made, R of them, and where each of its entries then is."""
+
+    left_R: Array
+    right_R: Array
+    place_rr: Array  # flat
+
+    @staticmethod
+    def of(rank: int, near: Array) -> Pairs:
+        """On the device of ``near``, to which they are brought once for all columns."""
+        rows, cols = np.triu_indices(rank)
+        place = np.zeros((rank, rank), dtype=np.int64)
+        place[rows, cols] = place[cols, rows] = np.arange(len(rows))
+        return Pairs(*(like(index, near) for index in (rows, cols, place.reshape(-1))))
+
+
+def _pair_products(root_Nr: Array, pairs: Pairs, mask_NK: Array) -> Array:
+    """Those entries of G_IᵀG_I for every column, (K, R); a slab at a time, as the N×R products are large."""
+    n, count, on_gpu = root_Nr.shape[0], len(pairs.left_R), device_type(root_Nr) == "cuda" and dtype_name(root_Nr) == "float32"
     step = max(1, int(_SLAB // max(n, 1)) // _ALIGNMENT) * _ALIGNMENT
-    slabs = [slice(first, min(first + step, pairs)) for first in range(0, pairs, step)]
+    slabs = [slice(first, min(first + step, count)) for first in range(0, count, step)]
     if on_gpu:
-        return _pairs_by_halves(root_Nr, *(like(index, root_Nr) for index in (rows, cols)), mask_NK, slabs)
+        return _pairs_by_halves(root_Nr, pairs.left_R, pairs.right_R, mask_NK, slabs)
     xp, mask_KN = namespace(root_Nr), cast(mask_NK, dtype_name(root_Nr)).T
-    parts = [mask_KN @ (root_Nr[:, rows[part]] * root_Nr[:, cols[part]]) for part in slabs]
+    parts = [mask_KN @ (root_Nr[:, pairs.left_R[part]] * root_Nr[:, pairs.right_R[part]]) for part in slabs]
     return parts[0] if len(parts) == 1 else xp.concatenate(parts, 1)
 
 
