@@ -133,16 +133,17 @@ def _checked(hessian_NN: Array) -> Array:
         raise ValueError(f"H must be square, got shape {tuple(hessian_NN.shape)}")
     if dtype_name(hessian_NN) in ("float16", "bfloat16"):
         hessian_NN = cast(hessian_NN, "float32")
-    xp = namespace(hessian_NN)
-    if not bool(xp.isfinite(hessian_NN).all()):
-        raise ValueError("H holds NaN or Inf: look for non-finite activations in the calibration data")
     if hessian_NN.shape[0] == 0:
         return hessian_NN
-    diagonal_N = hessian_NN.diagonal()
-    if bool((diagonal_N < 0).any()):
+    xp, diagonal_N = namespace(hessian_NN), hessian_NN.diagonal()
+    with np.errstate(invalid="ignore", over="ignore"):
+        skew_NN = abs(hessian_NN - hessian_NN.T)
+    skew, least, largest = xp.stack([skew_NN.max(), diagonal_N.min(), diagonal_N.max()]).tolist()  # one look at the device
+    if not np.isfinite([skew, least, largest]).all() and not bool(xp.isfinite(hessian_NN).all()):
+        raise ValueError("H holds NaN or Inf: look for non-finite activations in the calibration data")
+    if least < 0:
         raise ValueError(f"H has a negative diagonal entry (input {int(diagonal_N.argmin())}): it is no Gram matrix")
-    skew = float(abs(hessian_NN - hessian_NN.T).max())
-    if skew > 1e-3 * float(diagonal_N.max()):
+    if skew > 1e-3 * largest:
         raise ValueError(f"H is not symmetric (largest difference {skew:.3g})")
     return hessian_NN if skew == 0.0 else 0.5 * (hessian_NN + hessian_NN.T)
 

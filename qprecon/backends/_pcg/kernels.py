@@ -148,9 +148,13 @@ def _thin(
         t = t - high.to(tl.float32)
         middle = t.to(tl.bfloat16)
         low = (t - middle.to(tl.float32)).to(tl.bfloat16)
-        for place in tl.static_range(6):
-            piece = high if place == 0 or place == 3 or place == 5 else middle if place == 1 or place == 4 else low
-            tl.store(out_ptr + (place * rank + rows).to(tl.int64) * stride + cols, piece, inside)
+        to, block = out_ptr + rows.to(tl.int64) * stride + cols, (rows * 0 + rank).to(tl.int64) * stride
+        tl.store(to, high, inside)
+        tl.store(to + block, middle, inside)
+        tl.store(to + 2 * block, low, inside)
+        tl.store(to + 3 * block, high, inside)
+        tl.store(to + 4 * block, middle, inside)
+        tl.store(to + 5 * block, high, inside)
     else:
         tl.store(out_ptr + turned, t, inside)
 
