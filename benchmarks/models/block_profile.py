@@ -236,7 +236,7 @@ def main() -> None:
     args = parser.parse_args()
     run = pathlib.Path(tempfile.mkdtemp()) / "run.json"
     sys.argv = [
-        "end_to_end", "--model", args.model, "--blocks", str(WATCHED + 1), "--samples", str(args.samples),
+        "end_to_end", "--model", args.model, "--blocks", str(WATCHED + 2), "--samples", str(args.samples),
         "--seqlen", str(args.seqlen), "--device", args.device, "--workdir", args.workdir, "--out-json", str(run),
     ]  # fmt: skip
     watch = Watch(args.device == "cuda")
