@@ -145,7 +145,8 @@ def _recovered(
     if cuda:
         torch.cuda.set_device(device)
     if store is not None and size > 1:
-        distributed.init_process_group("nccl" if arguments.device is None and cuda else "gloo", store=store, rank=rank, world_size=size)
+        backend = "nccl" if arguments.device is None and cuda else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     vocabulary = transformers.AutoConfig.from_pretrained(dense).vocab_size
     count = arguments.windows if store is not None else 2
     windows = torch.randint(vocabulary, (count, arguments.seqlen), generator=torch.Generator().manual_seed(0))
