@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import os
 import platform
@@ -80,6 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", help="of torch.distributed; nccl between cards of their own, else gloo")
     parser.add_argument("--workdir", default="/tmp/qprecon-scaling", help="for models, random and pruned")
     parser.add_argument("--out-json", default="benchmarks/results/scaling.json", help="the runs are appended to this list")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds after which processes show where they are, and end")
     parser.add_argument("--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of prune_model")
     parser.add_argument("--one", nargs=3, metavar=("FOLDER", "OUT", "JSON"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -109,6 +111,7 @@ def _launched(arguments: argparse.Namespace, folder: Path, out: Path, size: int)
     command += ["--one", str(folder), str(out), str(answer), "--backend", arguments.backend]
     command += ["--samples", str(arguments.samples), "--seqlen", str(arguments.seqlen)]
     command += ["--device", arguments.device] if arguments.device else []
+    command += ["--limit", str(arguments.limit)]
     command += ["--turns"] if arguments.turns else []
     command += [word for each in arguments.words for word in ("--setting", each)]
     started = time.perf_counter()
@@ -121,14 +124,16 @@ def _launched(arguments: argparse.Namespace, folder: Path, out: Path, size: int)
 
 
 def _one(arguments: argparse.Namespace) -> None:
-    """What each process of a run does; an error is left for the parent, which shows it last."""
+    """What each process does; an error, or where it was when its time was up, is left for the parent, which shows it last."""
     path = Path(f"{arguments.one[1]}.error-{os.environ['RANK']}")
-    path.unlink(missing_ok=True)
-    try:
-        _pruned(arguments)
-    except Exception:
-        path.write_text(traceback.format_exc())
-        raise
+    with path.open("w") as file:
+        faulthandler.dump_traceback_later(arguments.limit, exit=True, file=file)
+        try:
+            _pruned(arguments)
+        except Exception:
+            file.write(traceback.format_exc())
+            raise
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _pruned(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 def scaled(tmp_path, *arguments):
     """The runs of benchmarks/ranks/scaling.py on one rank and on two, and how the outputs differ."""
     command = [sys.executable, "benchmarks/ranks/scaling.py", "--model", "tiny", "--samples", "32", "--seqlen", "256"]
-    command += ["--workdir", str(tmp_path), "--out-json", str(tmp_path / "out.json"), *arguments]
+    command += ["--workdir", str(tmp_path), "--out-json", str(tmp_path / "out.json"), "--limit", "100", *arguments]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-3000:]
     (result,) = json.loads((tmp_path / "out.json").read_text())
@@ -44,7 +44,7 @@ def test_two_ranks_recover_alike(own, tmp_path):
     if own and torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device only")
     command = [sys.executable, "benchmarks/ranks/recover_ranks.py", "--model", "tiny", "--windows", "16", "--seqlen", "128"]
-    command += ["--passes", "2", "--workdir", str(tmp_path), "--out-json", str(tmp_path / "out.json")]
+    command += ["--passes", "2", "--limit", "100", "--workdir", str(tmp_path), "--out-json", str(tmp_path / "out.json")]
     command += [] if own else ["--device", "cuda:0"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr[-3000:]
