@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,15 +25,19 @@ from benchmarks.models.paper import Results
 from qprecon.llm.model.loading import load_causal_lm
 
 
-def measure(bench: Bench, case: Case, recovering: str) -> list[dict]:
-    """The case's rows: the pruned model and, if asked for, the recovered one. recovering: "no", "both" or "only"."""
+def measure(bench: Bench, case: Case, recovering: str) -> Iterator[dict]:
+    """The case's rows, each as soon as it is known: the pruned model and, if asked for, the recovered one.
+
+    recovering: "no", "both" or "only".
+    """
     if case.pattern == DENSE:
         bench.restore()
-        return [identity(bench, case, False) | result(bench, case, 0.0) | {"sparsity": 0.0}]
+        yield identity(bench, case, False) | result(bench, case, 0.0) | {"sparsity": 0.0}
+        return
     report, seconds, phases = pruned(bench, case)
-    more, rows = {"sparsity": report.sparsity}, []
+    more = {"sparsity": report.sparsity}
     if recovering != "only":
-        rows.append(identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases} | more)
+        yield identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases} | more
     if recovering != "no":
         from qprecon.llm import recover
 
@@ -43,8 +47,7 @@ def measure(bench: Bench, case: Case, recovering: str) -> list[dict]:
         wait(bench)
         seconds += time.perf_counter() - started
         del dense
-        rows.append(identity(bench, case, True) | result(bench, case, seconds) | more)
-    return rows
+        yield identity(bench, case, True) | result(bench, case, seconds) | more
 
 
 def identity(bench: Bench, case: Case, recovered: bool) -> dict:
@@ -73,15 +76,13 @@ def run(bench: Bench, cases: Sequence[Case], results: Results) -> int:
             print(f"stopped before {case}: the budget is spent", flush=True)
             break
         try:
-            rows = measure(bench, case, bench.arguments.recover)
+            for row in measure(bench, case, bench.arguments.recover):
+                results.add(row, identity(bench, case, row["recovered"]))
+                print(f"{time.perf_counter() - started:6.1f} s  {line(case, row)}", flush=True)
         except Exception:  # the other cases are still wanted; the run ends with exit code 1
             traceback.print_exc()
             print(f"FAILED {case}", flush=True)
             failed += 1
-            continue
-        for row in rows:
-            results.add(row, identity(bench, case, row["recovered"]))
-            print(f"{time.perf_counter() - started:6.1f} s  {line(case, row)}", flush=True)
     return failed
 
 
