@@ -1,10 +1,6 @@
 """A skeleton takes no random numbers."""
 
-import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
