@@ -41,9 +41,7 @@ def layer_chart(
     xs = [LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(names) for i in range(len(names))]
     parts = [_grid(scale, unit), _blocks(names, xs)]
     if line is not None:
-        y = scale.y(line[0])
-        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="note" x="{WIDTH - RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end">{escape(line[1])}</text>')
+        parts.append(_limit(scale.y(line[0]), line[1]))
     for index, (name, x) in enumerate(zip(names, xs, strict=True)):
         values = [(s, s.values[index]) for s in series]
         heights = [scale.y(value) for _, value in values if value is not None]
@@ -51,6 +49,58 @@ def layer_chart(
             parts.append(f'<line class="stem" x1="{x:.1f}" x2="{x:.1f}" y1="{min(heights):.1f}" y2="{max(heights):.1f}"/>')
         parts += [_mark(s, name, value, x, scale.y(value), unit) for s, value in values if value is not None]
     return _figure(title, series, "".join(parts))
+
+
+@dataclass(frozen=True)
+class Course:
+    """Values over steps, (step, value) each. style: as of `Series`; joined: a line through them instead of marks."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: str
+    joined: bool = False
+
+
+def step_chart(title: str, courses: Sequence[Course], *, log: bool = False, line: tuple[float, str] | None = None) -> Markup:
+    """Values over the steps of a training. line: a horizontal line and its name."""
+    known = [value for course in courses for _, value in course.points] + ([line[0]] if line else [])
+    scale = _log_scale(known) if log else _linear_scale(known)
+    last = max([step for course in courses for step, _ in course.points] + [1])
+    parts = [_grid(scale, ""), _steps(last)]
+    if line is not None:
+        parts.append(_limit(scale.y(line[0]), line[1]))
+    for course in courses:
+        places = [(_along(step, last), scale.y(value)) for step, value in course.points]
+        if course.joined:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f'<polyline class="course {course.style}" points="{path}"/>')
+            continue
+        for (step, value), (x, y) in zip(course.points, places, strict=True):
+            parts.append(_mark(Series(course.label, (), course.style), f"step {step:g}", value, x, y, ""))
+    keys = [Series(course.label, (), course.style) for course in courses]
+    return _figure(title, keys, "".join(parts))
+
+
+def _along(step: float, last: float) -> float:
+    return LEFT + 8 + (WIDTH - LEFT - RIGHT - 16) * step / last
+
+
+def _steps(last: float) -> str:
+    """The axis of steps, with round numbers."""
+    y = HEIGHT - BOTTOM
+    parts = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>']
+    for tick in _linear_scale([float(last)]).ticks:
+        if tick <= last:
+            parts.append(f'<text x="{_along(tick, last):.1f}" y="{y + 20}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text class="note" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    return "".join(parts)
+
+
+def _limit(y: float, name: str) -> str:
+    return (
+        f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text class="note" x="{WIDTH - RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end">{escape(name)}</text>'
+    )
 
 
 def bars(title: str, items: Sequence[tuple[str, float, str]]) -> Markup:
