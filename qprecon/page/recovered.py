@@ -67,7 +67,8 @@ def _charts(run: RecoveryRun) -> dict[str, Markup]:
     dense = report.perplexity_dense
     return {
         "perplexity": step_chart(
-            "Perplexity on the windows held out", [Course("pruned model", looks, "a")], line=(dense, f"dense model: {dense:.4g}")
+            "Perplexity on the windows held out", [Course("pruned model", looks, "a")], from_zero=False,
+            line=(dense, f"dense model: {dense:.4g}"),
         ),
         "losses": step_chart(
             "Divergence from the dense model, nats a token",
