@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from benchmarks.inputs.quality_texts import CALIBRATION
+
 # In the order of the ladder: each is tried alone on the base (Wanda's mask, optimal weights) and on top of those before it.
 INGREDIENTS: dict[str, dict[str, Any]] = {
     "alps": {"mask": "alps"},
@@ -22,17 +24,19 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
 }
 PATTERNS = ("50%", "60%", "70%", "2:4")
 PRESETS = ("fast", "balanced", "best")
-CALIBRATIONS = ("wikitext2", "c4", "wikitext2+c4")
 DENSE = "dense"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One pruned model. ingredients: names of `INGREDIENTS`, or settings of `prune_model` such as drift=0.25."""
+    """One pruned model. ingredients: names of `INGREDIENTS`, or settings of `prune_model` such as drift=0.25.
 
-    calibration: str = "wikitext2"
+    calibration: texts joined by "+". The dense model's pattern is "dense"; it has no calibration and no preset.
+    """
+
+    calibration: str | None = "wikitext2"
     pattern: str = "50%"
-    preset: str = "fast"
+    preset: str | None = "fast"
     ingredients: tuple[str, ...] = ()
     seed: int = 0
     split: str = "test"
@@ -51,6 +55,8 @@ class Case:
         return settings
 
     def __str__(self) -> str:
+        if self.pattern == DENSE:
+            return DENSE
         what = "+".join((*(() if self.preset == "fast" and self.ingredients else (self.preset,)), *self.ingredients))
         return f"{self.pattern}:{what}@{self.calibration}"
 
@@ -80,7 +86,8 @@ GROUPS: dict[str, list[Case]] = {
 
 
 def chosen(words: Iterable[str], seeds: Iterable[int], split: str) -> list[Case]:
-    """Cases by group, or written out: PATTERN:INGREDIENT+INGREDIENT@CALIBRATION, where a preset's name may come first.
+    """Cases by group, or written out: PATTERN:INGREDIENT+INGREDIENT@CALIBRATION, where a preset's name may come first,
+    or "dense".
 
     ValueError for anything else.
     """
@@ -91,6 +98,8 @@ def chosen(words: Iterable[str], seeds: Iterable[int], split: str) -> list[Case]
 
 
 def _written(word: str) -> Case:
+    if word == DENSE:
+        return Case(None, DENSE, None)
     pattern, colon, rest = word.partition(":")
     if pattern.isdigit() and colon:  # 2:4:alps
         kept = pattern
@@ -102,7 +111,8 @@ def _written(word: str) -> Case:
     for name in names:
         if name not in INGREDIENTS and "=" not in name:
             raise ValueError(f"unknown case {word!r}: {name!r} is none of {', '.join(INGREDIENTS)}, nor a setting like drift=0.25")
-    calibration = calibration or CALIBRATIONS[0]
-    if calibration not in CALIBRATIONS:
-        raise ValueError(f"unknown case {word!r}: calibrations are {', '.join(CALIBRATIONS)}; groups are {', '.join(GROUPS)}")
+    calibration = calibration or "wikitext2"
+    if unknown := set(calibration.split("+")) - set(CALIBRATION):
+        texts = f"calibrations are {', '.join(CALIBRATION)}, or several joined by +"
+        raise ValueError(f"unknown case {word!r}: no text {min(unknown)!r}; {texts}; groups are {', '.join(GROUPS)}")
     return Case(calibration, pattern, preset, tuple(names))

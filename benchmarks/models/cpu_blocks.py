@@ -3,7 +3,8 @@
     taskset -c 0,1 python benchmarks/models/cpu_blocks.py --model PATH --text calibration.txt --windows 32 --seqlen 512
 
 A named shape gets random weights (inputs/random_models.py) and random tokens. Seconds are those on the wall and those of the
-processors, which other processes disturb less. The output is written to --workdir and removed.
+processors, which other processes disturb less. The output is written to --workdir and removed. While it runs, stderr (a file, not a
+terminal) gets a line with the seconds so far after each block, which a run that is stopped leaves behind.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
     report = prune_model(
         folder, _calibration(arguments, config), nsamples=arguments.windows, seqlen=arguments.seqlen, out=out, device="cpu",
         targets=[rf"re:.*\.layers\.({'|'.join(map(str, range(blocks)))})\."], compute_dtype=arguments.compute_dtype,
-        preset=arguments.preset, progress=False, resume=False,
+        preset=arguments.preset, progress=True, resume=False,
     )  # fmt: skip
     wall, worked = time.perf_counter() - wall, time.process_time() - worked
     shutil.rmtree(out)

@@ -4,7 +4,7 @@
 
 Cases are groups (see inputs/grid_cases.py) or written out: "50%:int4:gptq:fast", "2:4:int4:ours:best:rank64@c4". Rows go to
 benchmarks/results/grid_<model>.json; a row that is there is not run again, unless its preset stands for something else since then.
---group is the number of inputs that share a scale at 4 bits; int8 and fp8 have one scale a column. Protocol: as in quality.py;
+--group is the number of inputs that share a scale at 4 bits; int8 and fp8 have one scale a column. Protocol: as in bench.py;
 weights in bfloat16, every value as a reader of the file computes it.
 
 Methods: "ours"; "rounding", "gptq" (GPTQ's sweep with the mask held, from the dense weights), "gptq-order" (the same, inputs of
@@ -26,11 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen
+from benchmarks.models.bench import Bench, add_protocol, card, open_bench, pruned, result
 from benchmarks.models.paper import Results
-from benchmarks.models.quality import NAMES, Bench, add_protocol, card, pruned, result
 from qprecon.grids import find_grid
 from qprecon.llm.lowbit.adapter import remove_adapters
-from qprecon.llm.model.loading import choose_device, load_causal_lm
 
 
 def identity(bench: Bench, case: GridCase) -> dict:
@@ -103,12 +102,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
-    parsed.tasks, parsed.dtype = False, "bfloat16"
+    parsed.dtype = "bfloat16"
     cases = chosen(parsed.cases, group=parsed.group, seed=parsed.seed, split=parsed.split)
-    model, tokenizer = load_causal_lm(parsed.model, device=choose_device(parsed.device), dtype=parsed.dtype)
-    config = model.config.get_text_config()
-    name = parsed.name or NAMES.get((config.model_type, config.hidden_size)) or Path(parsed.model).resolve().name
-    bench = Bench(model, tokenizer, name, parsed)
+    bench = open_bench(parsed)
     results = Results(parsed.out / f"grid_{bench.name}.json")
     print(f"{bench.name} on {card(bench)}; results in {results.path}", flush=True)
     return 1 if run(bench, cases, results) else 0

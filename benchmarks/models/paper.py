@@ -29,6 +29,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence, Set
@@ -37,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 # The package of this checkout, installed or not; this file's own folder is there anyway.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -270,13 +272,21 @@ class Results:
 
     def __init__(self, path: Path):
         self.path = path
-        self.rows: list[dict] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        self.rows = self._read()
+
+    def _read(self) -> list[dict]:
+        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
 
     def get(self, wanted: dict) -> dict | None:
         return next((row for row in self.rows if wanted.items() <= row.items()), None)
 
     def add(self, row: dict, wanted: dict) -> None:
-        """Append, or put in the place of the row that has the same identity."""
+        """Append, or put in the place of the row that has the same identity. Other processes may write to the file meanwhile."""
+        with FileLock(Path(tempfile.gettempdir()) / f"{self.path.name}.lock"):
+            self.rows = self._read()
+            self._add(row, wanted)
+
+    def _add(self, row: dict, wanted: dict) -> None:
         if (old := self.get(wanted)) is not None:
             self.rows[self.rows.index(old)] = row
         else:

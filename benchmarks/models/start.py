@@ -25,10 +25,14 @@ RESULT = HERE / "benchmarks" / "results" / "start_cpu.json"
 RUNS = 2
 _END = "import os, time; print(time.process_time(), flush=True); os._exit(0)"
 _PRUNE = f"""
-import sys, qprecon.cli, qprecon.llm.pruning.prune_model as module
-def stop(*arguments, **settings):
-    {_END}
-module.prune_blocks = stop
+import sys, qprecon.cli
+from qprecon.llm.reporting.log import RunLog  # loads no torch: the command does
+counted = RunLog.phase
+def phase(log, name):
+    if name != "load":
+        {_END}
+    return counted(log, name)
+RunLog.phase = phase
 qprecon.cli.main(sys.argv[1:])
 """
 _LIBRARIES = f"import torch, transformers, transformers.models.llama.modeling_llama; from transformers import AutoConfig; {_END}"

@@ -2,6 +2,7 @@
 
     python benchmarks/ranks/scaling.py --model llama-3.1-8b --ranks 1 2 --workdir /tmp/models
     python benchmarks/ranks/scaling.py --model llama-3.2-1b --ranks 1 2 --device cuda:0     (two processes on one card, by Gloo)
+    python benchmarks/ranks/scaling.py --model llama-3.1-8b --ranks 1 2 --turns     (the same, one after the other: see turns.py)
     python benchmarks/ranks/scaling.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
 
 A random model of the named shape is written first (inputs/random_models.py). Each run is started by torchrun, from disk to disk.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import faulthandler
 import json
 import os
 import platform
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from torch import distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.random_models import SHAPES, random_model
+from benchmarks.ranks.turns import Turns, by_turns, side_by_side
 from qprecon.llm import PruneReport, prune_model
 
 IO_PHASES = ("read", "write", "save")
@@ -58,7 +62,7 @@ def main() -> None:
     result = {
         "model": name, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "settings": arguments.settings, "samples": arguments.samples, "seqlen": arguments.seqlen, "backend": arguments.backend,
-        "runs": runs,
+        "cards": "one, by turns" if arguments.turns else arguments.device or "one a rank", "runs": runs,
     }  # fmt: skip
     path = Path(arguments.out_json)
     known = json.loads(path.read_text()) if path.is_file() else []
@@ -73,14 +77,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--device", help="cpu, or a card that all ranks share; by default each has its own")
+    parser.add_argument("--turns", action="store_true", help="ranks take turns on one card, through gloo (turns.py)")
     parser.add_argument("--backend", help="of torch.distributed; nccl between cards of their own, else gloo")
     parser.add_argument("--workdir", default="/tmp/qprecon-scaling", help="for models, random and pruned")
     parser.add_argument("--out-json", default="benchmarks/results/scaling.json", help="the runs are appended to this list")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds after which processes show where they are, and end")
     parser.add_argument("--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of prune_model")
     parser.add_argument("--one", nargs=3, metavar=("FOLDER", "OUT", "JSON"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.words = arguments.settings
     arguments.settings = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in arguments.settings)}
+    if arguments.turns and arguments.device is None:
+        arguments.device = "cuda:0" if torch.cuda.is_available() else "cpu"
     cuda = torch.cuda.is_available() and not str(arguments.device).startswith("cpu")
     arguments.backend = arguments.backend or ("nccl" if cuda and arguments.device is None else "gloo")
     return arguments
@@ -103,6 +111,8 @@ def _launched(arguments: argparse.Namespace, folder: Path, out: Path, size: int)
     command += ["--one", str(folder), str(out), str(answer), "--backend", arguments.backend]
     command += ["--samples", str(arguments.samples), "--seqlen", str(arguments.seqlen)]
     command += ["--device", arguments.device] if arguments.device else []
+    command += ["--limit", str(arguments.limit)]
+    command += ["--turns"] if arguments.turns else []
     command += [word for each in arguments.words for word in ("--setting", each)]
     started = time.perf_counter()
     threads = str(max(1, len(os.sched_getaffinity(0)) // size))  # torchrun would give each rank one, and a single rank all
@@ -114,14 +124,16 @@ def _launched(arguments: argparse.Namespace, folder: Path, out: Path, size: int)
 
 
 def _one(arguments: argparse.Namespace) -> None:
-    """What each process of a run does; an error is left for the parent, which shows it last."""
+    """What each process does; an error, or where it was when its time was up, is left for the parent, which shows it last."""
     path = Path(f"{arguments.one[1]}.error-{os.environ['RANK']}")
-    path.unlink(missing_ok=True)
-    try:
-        _pruned(arguments)
-    except Exception:
-        path.write_text(traceback.format_exc())
-        raise
+    with path.open("w") as file:
+        faulthandler.dump_traceback_later(arguments.limit, exit=True, file=file)
+        try:
+            _pruned(arguments)
+        except Exception:
+            file.write(traceback.format_exc())
+            raise
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _pruned(arguments: argparse.Namespace) -> None:
@@ -139,18 +151,31 @@ def _pruned(arguments: argparse.Namespace) -> None:
     windows = torch.randint(vocabulary, (arguments.samples, arguments.seqlen), generator=torch.Generator().manual_seed(0))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
     settings = {"preset": "fast", **arguments.settings}
-    report = prune_model(folder, windows, out=out, device=device, progress=False, resume=False, **settings)
-    total = time.perf_counter() - started
+    apart = by_turns(out.with_suffix(".lock"), cuda, IO_PHASES) if arguments.turns and size > 1 else nullcontext()
+    with apart as turns:
+        started = time.perf_counter()
+        report = prune_model(folder, windows, out=out, device=device, progress=False, resume=False, **settings)
+        total = time.perf_counter() - started
+    taken = _turns(turns, size)
     if first:
-        found = _facts(report, total) | {"ranks": size, "seconds_connecting": connected}
+        found = _facts(report, total) | {"ranks": size, "seconds_connecting": connected} | taken
         found["peak_gpu_bytes"] = torch.cuda.max_memory_allocated() if cuda else None  # of this rank; `by_rank` has all
         found["card"] = torch.cuda.get_device_name(device) if cuda else f"none ({platform.processor() or 'cpu'})"
         answer.write_text(json.dumps(found))
     if size > 1:
         distributed.barrier()
         distributed.destroy_process_group()
+
+
+def _turns(turns: Turns | None, size: int) -> dict[str, Any]:
+    """Of ranks that took turns: what each took, and what they would take side by side, beside what is sent."""
+    if turns is None:
+        return {}
+    stretches: list[Any] = [None] * size
+    distributed.all_gather_object(stretches, turns.stretches)
+    whole, beside = side_by_side(stretches)
+    return {"seconds": whole, "seconds_beside_io": beside, "seconds_of_turns": [sum(s for s, _ in own) for own in stretches]}
 
 
 def _facts(report: PruneReport, total: float) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import Any
 
+from qprecon.arrays.collector import no_collection
+
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the subcommand."""
@@ -68,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     import sys
     from pathlib import Path
 
-    from qprecon.llm.evaluation.assessment import evaluate
+    with no_collection(for_good=True):
+        from qprecon.llm.evaluation.assessment import evaluate
 
     if (adapter := Path(os.path.expanduser(arguments.model)) / "adapter" / "adapter_config.json").is_file():
         print(f"note: {adapter.parent} is not loaded: measured are the weights without their low-rank part", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from qprecon.arrays.collector import no_collection
 from qprecon.arrays.memory import out_of_memory
 from qprecon.files import one_line
 from qprecon.llm.settings.fields import options
@@ -46,10 +47,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
-    from qprecon.llm import prune_model
-    from qprecon.llm.calibration.mixture import named_calibration
-    from qprecon.llm.settings.recipe_file import command_words, save_recipe
-    from qprecon.llm.storage.output import partial_folder
+    with no_collection(for_good=True):
+        from qprecon.llm import prune_model
+        from qprecon.llm.calibration.mixture import named_calibration
+        from qprecon.llm.settings.recipe_file import command_words, save_recipe
+        from qprecon.llm.storage.output import partial_folder
 
     flags = given(arguments)
     if arguments.quiet and flags.get("progress", "quiet") != "quiet":

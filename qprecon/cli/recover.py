@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from qprecon.arrays.collector import no_collection
 from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 
@@ -38,9 +39,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Recover, save, and print what was done."""
-    from qprecon.llm import recover
-    from qprecon.llm.calibration.mixture import named_calibration
-    from qprecon.llm.storage.output import partial_folder
+    with no_collection(for_good=True):
+        from qprecon.llm import recover
+        from qprecon.llm.calibration.mixture import named_calibration
+        from qprecon.llm.storage.output import partial_folder
 
     flags = given(arguments, (RecoveryRun, Recovery), ())
     if arguments.quiet and flags.get("progress", "quiet") != "quiet":

@@ -6,6 +6,7 @@ of a layer gets the layer whole (`Selector.by_output`); layers of a block are th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ from qprecon.llm.statistics.block_grams import BlockGrams
 
 _FEWEST = 8  # columns that are not parted: packed masks of parts then begin at whole bytes
 _LUMPS = 64  # into which a layer is cut at most, where the order is not fixed
-_ENTRIES = 2**24  # weights of a chunk
+_ENTRIES, _MOST = 2**24, 2**25  # weights of a chunk: where the order is fixed or H is large; at most
+_BYTES, _OF_PAIR, _OF_WEIGHT = 4.2e9, 14, 80  # of a solve: what is aimed at, for a pair of inputs, for a weight of a chunk
 
 
 def prune_groups(
@@ -79,8 +81,10 @@ def _prune(lumps: Sequence[Sequence[Part]], grams: BlockGrams, method: Method, f
 
 
 def _in_chunks(method: Method, width: int, n_inputs: int) -> Method:
-    """With even chunks of at most `_ENTRIES` weights, half of what one process takes on a GPU: ranks share a block to need less."""
-    chunks = max(1, -(-width * n_inputs // _ENTRIES))
+    """With even chunks. Beside a small H they are those of one process, since each has launches that take time on every rank;
+    beside a large one half of them: ranks share a block to need less memory."""
+    entries = min(max((_BYTES - _OF_PAIR * n_inputs**2) / _OF_WEIGHT, _ENTRIES), _MOST)
+    chunks = max(1, math.ceil(width * n_inputs / entries))
     return replace(method, solve_options={"batch_size": max(1, -(-width // chunks)), **method.solve_options})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.collector import no_collection
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
@@ -122,7 +123,7 @@ def _pruned(
 ) -> PruneReport:
     """`prune_model` on one of the ranks."""
     out, device, store, save_masks = where.out, where.device, where.store, where.save_masks
-    with log.phase("load"):
+    with log.phase("load"), no_collection():
         if out is not None:
             given, out = out, ranks.decided(lambda: check_output(where.out))
             if Path(os.path.expanduser(given)).is_symlink():

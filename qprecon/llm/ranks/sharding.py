@@ -23,8 +23,10 @@ _LEAST_TORCH = (2, 7)  # whose fully_shard can leave parameters out; one process
 
 
 @contextmanager
-def mesh_of_all(device: torch.device, timeout: float) -> Iterator[DeviceMesh]:
+def mesh_of_all(device: torch.device, timeout: float, host: bool = False) -> Iterator[DeviceMesh]:
     """All ranks in a row, with a process group of their own. ImportError where torch is too old.
+
+    host: whether tensors in the host's memory are exchanged too, which NCCL cannot do: they go through Gloo.
 
     timeout: seconds that ranks wait for one another. A collective of Gloo, in which a process waits, ends after as many. One of
     NCCL may take longer: meanwhile the rank that is missing is found at the next meeting, and NCCL would end the process without a
@@ -34,7 +36,9 @@ def mesh_of_all(device: torch.device, timeout: float) -> Iterator[DeviceMesh]:
         raise ImportError(f"several ranks recover through FSDP2, which needs torch 2.7 or newer; this is {torch.__version__}")
     from torch.distributed.device_mesh import DeviceMesh
 
-    group = distributed.new_group(timeout=timedelta(seconds=timeout if device.type == "cpu" else 2 * timeout + 60))
+    both = "cpu:gloo,cuda:nccl" if host and "nccl" in distributed.get_backend() else None
+    patience = timedelta(seconds=timeout if device.type == "cpu" else 2 * timeout + 60)
+    group = distributed.new_group(timeout=patience, backend=both)
     yield DeviceMesh.from_group(group, device.type)
     distributed.destroy_process_group(group)  # not after an error: it might wait for a rank that is lost
 
@@ -61,16 +65,17 @@ class Sharded(nn.Module):
 
 def sharded(
     model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device, dtypes: Mapping[str, torch.dtype],
-    compute: torch.dtype | None,
+    compute: torch.dtype | None, host: bool = False,
 ) -> Any:  # fmt: skip
     """`model`, which all ranks have alike, as a `Sharded` on the device, one of its blocks after the other.
 
     dtypes: of each parameter's parts by name. compute: the dtype that parameters have while they are whole; None leaves them as
     they are. Gradients are averaged in float32. A parameter that needs none and has another dtype than `compute` is whole on every
-    rank.
+    rank. host: parts and their gradients are in the host's memory, and on the device only while they are whole.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    away = CPUOffloadPolicy(pin_memory=device.type == "cuda") if host else OffloadPolicy()
     policy = MixedPrecisionPolicy(compute, None if compute is None else torch.float32, cast_forward_inputs=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     apart: set[nn.Parameter] = set()
@@ -85,7 +90,8 @@ def sharded(
             parameter.data = parameter.data.to(device, dtype)
             if not parameter.requires_grad and (not dtype.is_floating_point or compute not in (None, dtype)):
                 apart.add(parameter)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not root, ignored_params=apart)
+        own: dict[str, Any] = {"mp_policy": policy, "offload_policy": away, "ignored_params": apart}
+        fully_shard(module, mesh=mesh, reshard_after_forward=module is not root, **own)
     for buffer in root.buffers():
         buffer.data = buffer.data.to(device)
     return root

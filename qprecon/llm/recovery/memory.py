@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -86,30 +87,40 @@ def choose_state(
 
 def choose_parts(
     asked: str, model: nn.Module, dense: nn.Module, selected: Selected, longest: int, device: torch.device, ranks: Ranks
-) -> tuple[bool, Memory]:
-    """Over several ranks: whether the dense model lies in parts on them too, rather than whole on each, and a rank's memory.
+) -> tuple[str, bool, Memory]:
+    """Over several ranks: where the optimizer's state is, whether the dense model lies in parts on them too, rather than whole on
+    each, and a rank's memory.
 
-    It is whole if that leaves room for a window of `longest` tokens on every rank. ValueError, with the numbers, where neither
-    does, and for another optimizer's state than AdamW's in float32, which lies in parts.
+    The first of these that leaves room for a window of `longest` tokens on every rank: a state on the device before one in the
+    host's memory, a whole dense model before one in parts. ValueError, with the numbers, where none does, and for a state in 8
+    bits: numbers that share a scale would be others on another number of ranks.
     """
-    if asked not in ("auto", "float32"):
-        raise ValueError(f"optimizer_state={asked!r} takes one process: of several, each has its part of a state in float32")
+    if asked == "8bit":
+        raise ValueError("optimizer_state='8bit' takes one process: of several, each has its part of a state in float32")
+    kinds = [asked] if asked != "auto" else list(OPTIMIZER_STATES[: 1 + (device.type == "cuda")])
     window = longest * _least_activations(model, device)
-    tried = [_of_rank(model, dense, selected, parted, device, ranks.size) for parted in (False, True)]
-    parted = any(ranks.gathered(not tried[False].fits(window)))
-    memory = tried[parted]
-    if device.type == "cuda" and not memory.fits(window):
+    choices = [(kind, parted) for kind in kinds for parted in (False, True)]
+    beside = ranks.gathered(socket.gethostname()).count(socket.gethostname())  # they share its memory
+    tried = [_of_rank(model, dense, selected, *choice, device, ranks.size, beside) for choice in choices]
+    fitting = [all(of_all) for of_all in zip(*ranks.gathered([each.fits(window) for each in tried]), strict=True)]
+    chosen = fitting.index(True) if any(fitting) else -1
+    (kind, parted), memory = choices[chosen], tried[chosen]
+    if device.type == "cuda" and not any(fitting):
         raise ValueError(
             f"not enough memory for a window of {longest:,} tokens at a time, which takes {_gib(window)} more. "
             f"{memory.described(device)}. Shorter windows, more ranks or a smaller model would fit"
         )
-    return parted, memory
+    return kind, parted, memory
 
 
 def _of_rank(
-    model: nn.Module, dense: nn.Module, selected: Selected, parted: bool, device: torch.device, size: int
-) -> Memory:
-    """Parts of float32 weights, gradients and moments; beside them the blocks that are whole, and what lies outside the blocks.
+    model: nn.Module, dense: nn.Module, selected: Selected, kind: str, parted: bool, device: torch.device, size: int,
+    beside: int,
+) -> Memory:  # fmt: skip
+    """Of one of `size` ranks, `beside` of which are on this host.
+
+    Parts of float32 weights, gradients and moments, in the host's memory if the state is to be there; beside them the blocks
+    that are whole, and what lies outside the blocks.
 
     Two blocks are whole at a time, the one that computes and the next; backward each has gradients, as they are and in float32.
     """
@@ -133,7 +144,10 @@ def _of_rank(
     host = {"best weights": sum(p.numel() * p.element_size() for p in trained) // size}
     if device.type == "cpu":
         return Memory({**use, **host}, {}, free_bytes(device), None)
-    return Memory(use, host, free_bytes(device), free_bytes(torch.device("cpu")))
+    if kind == "host":
+        host |= {name: use.pop(name) for name in ("weights", "masters", "gradients", "optimizer state", "masks")}
+    host_free = free_bytes(torch.device("cpu"))
+    return Memory(use, host, free_bytes(device), None if host_free is None else host_free // beside)
 
 
 def agreed(fits: Sequence[Fit]) -> Fit:

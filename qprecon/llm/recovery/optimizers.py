@@ -7,7 +7,8 @@
 | "host" | 4, and 12 of the host's | masters and moments in the host's memory, updated there; gradients are summed in bfloat16 |
 | "8bit" | 6 | moments of 8 bits (torchao); weights in bfloat16, rounded at random so that small steps are not lost |
 
-| over several ranks | 16, of its part | parts of float32 weights, as FSDP has them, with parts of gradients and moments |
+| "float32" over ranks | 16, of its part | parts of float32 weights, as FSDP has them, with parts of gradients and moments |
+| "host" over ranks | none, and 16 of the host's, of its part | the same in the host's memory (FSDP's `CPUOffloadPolicy`) |
 
 Each has `leaves`, the tensors whose `.grad` is that of the trained weights, in order, once a backward pass is done.
 """
@@ -215,13 +216,21 @@ class Host:
         return self.masters
 
     def state_dict(self) -> Any:
-        return [adamw.state_dict() for adamw in self.adamws]
+        """As that of one AdamW for all, so that several ranks can go on from it."""
+        states = [adamw.state_dict() for adamw in self.adamws]
+        (group,) = states[0]["param_groups"]
+        return {
+            "state": {at: own for at, state in enumerate(states) for own in state["state"].values()},
+            "param_groups": [{**group, "params": list(range(len(states)))}],
+        }
 
     @torch.no_grad()
     def load(self, values: Sequence[torch.Tensor], state: Any) -> None:
-        for leaf, master, adamw, value, own in zip(self.leaves, self.masters, self.adamws, values, state, strict=True):
+        (group,) = state["param_groups"]
+        for at, (leaf, master, adamw, value) in enumerate(zip(self.leaves, self.masters, self.adamws, values, strict=True)):
             leaf.copy_(master.copy_(value))
-            adamw.load_state_dict(own)
+            own = {0: state["state"][at]} if at in state["state"] else {}
+            adamw.load_state_dict({"state": own, "param_groups": [{**group, "params": [0]}]})
 
     def close(self) -> None:
         for leaf in self.leaves:

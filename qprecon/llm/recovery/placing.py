@@ -79,13 +79,13 @@ def borrowed(model: nn.Module, device: torch.device, trained: Collection[nn.Para
 
 def in_parts(
     model: nn.Module, mesh: Any, device: torch.device, trained: Sequence[str], few: torch.Tensor, forget: bool,
-    ranks: Ranks,
+    ranks: Ranks, host: bool = False,
 ) -> tuple[nn.Module, Parts]:  # fmt: skip
     """A copy of `model` that lies in parts on all ranks, in evaluation mode, and its decoder and head.
 
     trained: names of the parameters that need gradients; their parts are float32 at least. few: tokens (1, L) that try the parts
-    out. forget: the model itself is needed no more; its tensors are emptied. ValueError, naming it, for a parameter that is to be
-    trained in another dtype than the others.
+    out. forget: the model itself is needed no more; its tensors are emptied. host: parts are in the host's memory. ValueError,
+    naming it, for a parameter that is to be trained in another dtype than the others.
     """
     main, names = main_dtype(model), set(trained)
     dtypes = {name: placed_dtype(parameter, main, device) for name, parameter in model.named_parameters()}
@@ -104,7 +104,7 @@ def in_parts(
         for parameter in model.parameters():
             parameter.data = parameter.data.new_empty(0)
     blocks = find_blocks(copied)
-    root = sharded(copied, [block.module for block in blocks], mesh, device, dtypes, compute)
+    root = sharded(copied, [block.module for block in blocks], mesh, device, dtypes, compute, host)
     ranks.gathered(None)  # a slow one is waited for here, not in a collective
     with torch.no_grad():
         parts = root(split, copied, few)

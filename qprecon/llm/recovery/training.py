@@ -109,7 +109,8 @@ def place(
     words = pair.model.get_input_embeddings().num_embeddings
     distillation = Distillation(placed.student, placed.teacher, words, recovery.temperature, recovery.hidden_weight, ranks)
     weights = [local(parameter) for parameter in placed.parameters]
-    return Run(distillation, windows, optimizer, Held(placed.bits, device), weights, dtypes, fit, memory, course, log)
+    held = Held(placed.bits, weights[0].device if weights else device)
+    return Run(distillation, windows, optimizer, held, weights, dtypes, fit, memory, course, log)
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,11 @@ def _in_parts(task: Task, asked: str, few: torch.Tensor, longest: int, stack: Ex
     pair, device, trained = task.pair, task.device, task.selected.trained
     names, assumed = [item.name for item in trained], ranks.meeting
     assert assumed is not None
-    parted, memory = choose_parts(asked, pair.model, pair.dense, task.selected, longest, device, ranks)
-    mesh = stack.enter_context(mesh_of_all(device, assumed.timeout))
+    kind, parted, memory = choose_parts(asked, pair.model, pair.dense, task.selected, longest, device, ranks)
+    host = kind == "host"
+    mesh = stack.enter_context(mesh_of_all(device, assumed.timeout, host))
     with ranks.busy():
-        model, student = in_parts(pair.model, mesh, device, names, few, pair.loaded and not ranks.first, ranks)
+        model, student = in_parts(pair.model, mesh, device, names, few, pair.loaded and not ranks.first, ranks, host)
         if parted:
             _, teacher = in_parts(pair.dense, mesh, device, [], few, pair.dense_loaded, ranks)
         else:
@@ -160,7 +162,7 @@ def _in_parts(task: Task, asked: str, few: torch.Tensor, longest: int, stack: Ex
     for item, parameter in zip(trained, parameters, strict=True):
         kept = None if item.bits is None else local(cut(unpacked(item.bits, parameter.shape), parameter))
         bits.append(None if kept is None else packed(kept))
-    return _Placed(model, student, teacher, parameters, bits, "float32", memory)
+    return _Placed(model, student, teacher, parameters, bits, kind, memory)
 
 
 def train_on(

@@ -121,12 +121,14 @@ class _NoRandomMeta(TorchFunctionMode):
     """While open, parameters without values are not filled with random numbers, which takes torch a millisecond each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _RANDOM and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _RANDOM and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+            return tensor
+        return func(*args, **kwargs)
 
 
-_RANDOM = {torch.Tensor.normal_, torch.Tensor.uniform_}
+# By name, as transformers puts its own in the place of torch.nn.init's, which hand their tensor on before the tensor's own method.
+_RANDOM = {"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"}
 
 
 def check_streamable(model: nn.Module, shards: Shards) -> list[str]:

@@ -12,6 +12,7 @@ from qprecon.errors import RankError
 from qprecon.llm import RecoveryReport
 from qprecon.llm.recovery import memory, training
 from qprecon.llm.recovery.optimizers import InParts
+from qprecon.llm.recovery.trained import Selected, Trained
 from qprecon.llm.storage.output import partial_folder
 from tests.llm.families import tokens
 from tests.llm.ranks.processes import needs_forks
@@ -67,7 +68,7 @@ def test_families_with_all_of_them_trained(family):
     "settings",
     [
         {"checkpointing": True}, {"hidden_weight": 0.5}, {"batch": 1, "lr": 1e-4}, {"batch": 5, "weight_decay": 0.1},
-        {"patience": 1, "lr": 0.05}, {"dtype": torch.bfloat16},
+        {"patience": 1, "lr": 0.05}, {"dtype": torch.bfloat16}, {"optimizer_state": "host"},
     ],
     ids=str,
 )  # fmt: skip
@@ -128,6 +129,59 @@ def lying(rank):
 def test_each_rank_has_its_part_only():
     for seen in processes(2, lying):
         assert seen["own"] == seen["gradients"] == seen["moments"] == seen["all"] // 2 and seen["bits"] <= seen["all"] // 16 + 64
+
+
+def offloaded(rank):
+    """Which policies FSDP is given."""
+    import torch.distributed.fsdp as fsdp
+
+    seen, original = [], fsdp.fully_shard
+
+    def watched(module, **keywords):
+        seen.append(type(keywords["offload_policy"]).__name__)
+        return original(module, **keywords)
+
+    fsdp.fully_shard = watched
+    report, weights, held = recovered(rank, optimizer_state="host")
+    return (report, weights, held), set(seen)
+
+
+def test_a_state_in_the_hosts_memory():
+    found = processes(2, offloaded)
+    check_same([each[0] for each in found], recovered(0))
+    assert all(each[1] == {"CPUOffloadPolicy"} for each in found)
+
+
+def test_what_the_hosts_memory_takes(monkeypatch):
+    """Of a rank on a GPU: nothing that is trained stays on it."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
+    model, dense = pair("llama")
+    selected = Selected(tuple(Trained("", parameter, None) for parameter in model.parameters()), (), 0, 0)
+    kinds = ("float32", "host")
+    on_device, on_host = (memory._of_rank(model, dense, selected, kind, True, torch.device("cuda"), 4, 2) for kind in kinds)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(on_host.host.values()) - sum(on_device.host.values()) == pytest.approx(16 * count / 4, abs=64)
+    assert sum(on_device.device.values()) - sum(on_host.device.values()) == pytest.approx(16 * count / 4, abs=64)
+    assert on_host.host_free == 2**39  # two of the ranks are on this host
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_a_state_of_the_host_goes_on_anywhere(before, after, tmp_path):
+    settings = {"optimizer_state": "host"}
+    begun = interrupted if before > 1 else interrupted_alone
+    if before == 1:
+        begun(tmp_path / "out", 4, **settings)
+    else:
+        processes(before, lambda rank: begun(rank, tmp_path / "out", 4, raises, **settings))
+    work = lambda rank: recovered(rank, out=tmp_path / "out", **settings)  # noqa: E731
+    again = [work(0)] if after == 1 else processes(after, work)
+    check_same(again, recovered(0))
+    assert any("continued after step 2" in note for note in again[0][0].warnings)
+
+
+def interrupted_alone(out, step, **settings):
+    (found,) = processes(1, lambda rank: interrupted(rank, out, step, raises, bad=0, **settings))
+    assert isinstance(found, OSError)
 
 
 class Stop(BaseException):
@@ -204,7 +258,7 @@ def test_ranks_go_on_from_one_process(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "word"),
-    [({"optimizer_state": "host"}, "host"), ({"optimizer_state": "8bit"}, "8bit"), ({"batch": 0}, "batch")],
+    [({"optimizer_state": "8bit"}, "8bit"), ({"batch": 0}, "batch")],
 )
 def test_what_is_refused_is_said_once(settings, word):
     found = processes(2, lambda rank: recovered(rank, **settings))
