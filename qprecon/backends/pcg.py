@@ -248,9 +248,11 @@ class _State:
 
     def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
         """A word for each column, ``status`` for those still active, and their iterations."""
-        words = np.where(to_numpy(self.scalars.active_K), status, "converged").astype(object)
-        words[to_numpy(self.broken())] = "breakdown"
-        return words, np.array(to_numpy(self.scalars.iterations_K))
+        facts = (self.scalars.active_K, self.broken(), self.scalars.iterations_K)
+        active_K, broken_K, iterations_K = to_numpy(namespace(self.x_NK).stack([cast(fact, "int32") for fact in facts]))  # one look
+        words = np.where(active_K, status, "converged").astype(object)
+        words[broken_K != 0] = "breakdown"
+        return words, np.array(iterations_K)
 
     def step(self) -> None:
         """One iteration of every active column; a finished column's step is zero."""
