@@ -31,7 +31,8 @@ _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
 mostly launches, the full product gets there in one: 18 iterations at 1024 inputs and tol=1e-6 (an H200, backends_gpu.json)."""
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
-H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
+H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json). Not for a few columns of a large
+layer: its other columns went through the pieces, whose kernels are compiled already, and H in pieces is half as long."""
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
 
@@ -118,7 +119,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
 
 def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
     """On a GPU, than the product in pieces."""
-    return n * n * k <= _FULL_WORK or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
+    return n <= _FULL_UP_TO and (n * n * k <= _FULL_WORK or tolerance < _LOW_REACHES)
 
 
 def _padded(chunk: Chunk, more: int) -> Chunk:
