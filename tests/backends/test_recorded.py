@@ -1,4 +1,4 @@
-"""A recorded step: what happens where one cannot be recorded. That it gives the same bits is for a GPU (tests/contract/test_gpu.py)."""
+"""A recorded step: what happens where one cannot be. That it gives the same bits is for a GPU (tests/contract/test_gpu.py)."""
 
 import contextlib
 import types
