@@ -41,10 +41,11 @@ class Blocks:
         first = 0
         for inverse_bb in self.inverses:
             rows = slice(first, first + len(inverse_bb))
-            t_bK = s_NK[rows]
             if first:
-                t_bK = namespace(s_NK).addmm(t_bK, self.factor_NN[rows, :first], s_NK[:first], alpha=-1)
-            s_NK[rows] = inverse_bb @ t_bK
+                t_bK = namespace(s_NK).addmm(s_NK[rows], self.factor_NN[rows, :first], s_NK[:first], alpha=-1)
+                namespace(s_NK).mm(inverse_bb, t_bK, out=s_NK[rows])
+            else:
+                s_NK[rows] = inverse_bb @ s_NK[rows]
             first = rows.stop
         return s_NK
 
