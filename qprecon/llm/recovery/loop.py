@@ -18,7 +18,12 @@ from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.pruning.plan import calibration_samples
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
+<<<<<<< HEAD
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
+=======
+from qprecon.llm.ranks.sharding import check_exchange
+from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
+>>>>>>> main
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
@@ -94,7 +99,8 @@ def recover(
         recovery, log = _as_recovery(settings), RunLog(progress if ranks.first else False)
         RecoveryRun(save_steps=save_steps, rank_timeout=rank_timeout)
         where = _Where(out, device, resume, save_masks, save_steps)
-        return _run(model, dense, calibration, masks, tokenizer, recovery, where, log, ranks)
+        with ranks.computing(device):
+            return _run(model, dense, calibration, masks, tokenizer, recovery, where, log, ranks)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,8 @@ def _run(
 ) -> RecoveryReport:  # fmt: skip
     """`recover` on one of the ranks."""
     out, device = where.out, where.device
+    if ranks.size > 1:
+        check_exchange(device)
     with log.phase("load"):
         for each in (model, dense) if out is not None else ():
             check_apart(each, out)

@@ -115,7 +115,7 @@ class RecoveryRun:
     progress: bool | str = option("bar", "on stderr: a bar, lines of JSON, or nothing", RUN, choices=("bar", "json", "quiet"))
     resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
     rank_timeout: float = option(
-        60.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
+        50.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
         metavar="SECONDS",
     )  # fmt: skip
     save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
