@@ -18,12 +18,8 @@ from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.pruning.plan import calibration_samples
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
-<<<<<<< HEAD
-from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
-=======
 from qprecon.llm.ranks.sharding import check_exchange
-from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
->>>>>>> main
+from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
