@@ -104,3 +104,15 @@ def kept(name: str = "layer_phases_before_after") -> str:
     note += f" The very first call took {first[0]:.1f} s, in which Triton compiles; that of the next process {first[1]:.1f} s."
     head = ["layer", "whole call, ms", "audits, ms", "GPU busy, ms", "launches", "largest gap, 1e-5"]
     return table(head, body) + f"\n\n{note}"
+
+
+def whole() -> str:
+    """Seconds of a run over a few blocks of the 8B shape, by phase, before and after on one machine."""
+    before, after = load("end_to_end_before_after")
+    names = ("forward", "gram", "mask", "solve", "audit", "rounding", "update", "measure")
+    body = [[name, f"{before['seconds'][name]:.2f}", f"{after['seconds'][name]:.2f}"] for name in names]
+    body.append(["all beside the disk", *(f"{run['seconds_beside_io']:.1f}" for run in (before, after))])
+    body.append(["peak GPU memory", *(f"{run['peak_gpu_gb']:.1f} GB" for run in (before, after))])
+    body.append(["largest certified gap", *(f"{run['max_relative_gap']:.1e}" for run in (before, after))])
+    note = f"{after['model']}, {after['samples']} x {after['seqlen']} tokens, seconds. {after['gpu']}, {after['date'][:10]}."
+    return table(["", "before", "after"], body) + f"\n\n{note}"
