@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import qprecon
-from benchmarks.layers.backends import processor
+from benchmarks.machine import processor
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import cut_windows
 from qprecon.llm.model.loading import load_causal_lm
