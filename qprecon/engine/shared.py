@@ -18,7 +18,6 @@ from ..problem.hessian import Hessian
 from ..problem.scaling import Scaling, layer_scaling
 from ..proof.factor import Certificate, certificate
 
-
 _FLOATS = ("weights_NK", "start_NK", "residual_NK", "linear_NK", "lower_NK", "upper_NK")  # of a chunk, in the backend's dtype
 
 

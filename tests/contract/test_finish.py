@@ -7,6 +7,7 @@ import torch
 import qprecon
 from qprecon.backends import admm, pcg
 from qprecon.engine import solving
+from tests.contract.families import real_problem
 
 
 def _problem():
@@ -64,10 +65,11 @@ def _bounded(dtype):
 def short(monkeypatch):
     """ADMM with a limit of its own that it runs into."""
     monkeypatch.setattr(admm, "_ITERATION_LIMIT", 3)
+    monkeypatch.setattr(solving, "_patience", lambda task, limits, last: limits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("convert", [lambda x: x, lambda x: x.numpy() if isinstance(x, torch.Tensor) else x], ids=["torch", "numpy"])
+@pytest.mark.parametrize("convert", [lambda x: x, lambda x: np.asarray(x) if torch.is_tensor(x) else x], ids=["torch", "numpy"])
 @pytest.mark.parametrize("finisher", ["piqp", "clarabel"])
 def test_auto_finishes_what_admm_leaves_with_an_interior_point_method(short, monkeypatch, finisher, convert, dtype):
     pytest.importorskip(finisher)
@@ -96,6 +98,27 @@ def test_with_bounds_a_large_rest_is_left(short, monkeypatch):
     """An interior-point method factors each column's block in every iteration."""
     monkeypatch.setattr(solving, "_INTERIOR_WORK", 1e5)
     assert "finished by" not in qprecon.solve(**_bounded(torch.float64), tol=1e-6).provenance.automatic
+
+
+def _hard():
+    """A real layer on which ADMM takes thousands of iterations, float32."""
+    arguments = real_problem("smollm2_0_o_proj", columns=24).arguments("float32")
+    limit = 2.0 * float(abs(arguments["W"]).mean())
+    return arguments | {"lower": -limit, "upper": limit}
+
+
+def test_admm_is_given_no_more_than_the_other_would_take():
+    pytest.importorskip("piqp")
+    solution = qprecon.solve(**_hard(), tol=1e-6)
+    assert solution.optimal.all() and solution.provenance.automatic["finished by"].startswith("piqp")
+    assert max(solution.iterations) < 576
+
+
+def test_where_the_other_fails_admm_goes_on(monkeypatch):
+    piqp = pytest.importorskip("qprecon.backends.piqp")
+    monkeypatch.setattr(piqp, "_solve", lambda given: (None, "numerical trouble", 1))
+    solution = qprecon.solve(**_hard(), tol=1e-4)
+    assert solution.optimal.all() and max(solution.iterations) > 576
 
 
 def test_a_named_admm_is_left_alone(short):
