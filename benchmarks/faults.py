@@ -37,6 +37,7 @@ from tests.faults import damage, disk, kills, machines, memory, network, recipes
 from tests.faults.runs import KINDS, ROOT, Models, Server, Tally, make_models
 
 OUT = ROOT / "benchmarks" / "results" / "faults.json"
+_DRAWN = "allocations that one is drawn from"
 # Part -> how many cases unless --count says otherwise.
 COUNTS = {"kills": 200, "disk": 1, "files": 500, "memory": 100, "two": 60, "network": 0, "recipes": 2000, "machines": 0, "homes": 0}
 
@@ -49,6 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help="cases of a part, in place of its own number")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where memory runs out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="on a GPU: no run begins after so many")
+    parser.add_argument("--processes", type=int, default=8, help="on a GPU: runs side by side")
+    parser.add_argument("--first", type=int, default=0, help="on a GPU: number of the first run; counts are added to the JSON's")
+    parser.add_argument("--numbers", help="of kills: only these processes of their own, with commas between; nothing is written")
     parser.add_argument("--again", action="store_true", help="of recipes and machines: only those that the JSON lists as faults")
     parser.add_argument("--no-json", action="store_true", help="print only")
     given = parser.parse_args(arguments)
@@ -66,9 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
             tally.seconds = time.monotonic() - began
             if given.again:
                 tally = mended(tally)
+            if given.first:
+                tally = added(tally)
             wrong += len(tally.faults)
             print(table(tally), flush=True)
-            if not given.no_json:
+            if not given.no_json and not given.numbers:
                 write(tally)
     return int(wrong > 0)
 
@@ -82,10 +88,15 @@ def run(part: str, models: Models, folder: Path, count: int, given: argparse.Nam
         network.hanging_network(models, folder, tally)
     elif part == "memory" and given.device == "cuda":
         wide, kinds = memory.make_wide(folder / "models"), ("llama", "llama-pickled")
-        memory.out_of_memory(memory.InProcess(), wide, folder, count, tally, "cuda", kinds, given.seconds)
+        numbers = range(given.first, count)
+        first = memory.side_by_side(wide, folder, numbers, tally, "cuda", kinds, given.processes, given.seconds)
+        if first < count:
+            print(f"run {first} and others up to {count} were not made: --first {first} goes on")
     else:
         with Server() as server:
-            if given.again:
+            if part == "kills" and given.numbers:
+                kills.processes(models, server, folder, [int(number) for number in given.numbers.split(",")], tally)
+            elif given.again:
                 numbers = [int(fault.partition(":")[0]) for fault in earlier(part)["faults"]]
                 recipes.random_recipes(server, models, folder, count, tally, only=numbers)
             else:
@@ -96,7 +107,7 @@ def _served(part: str, server: Server, models: Models, folder: Path, count: int,
     if part == "kills":
         kills.kills(server, models, folder / "moments", count, tally)
         kills.kills_at_changes(server, models, folder / "changes", tally)
-        kills.processes(models, server, folder / "processes", count // 10, tally)
+        kills.processes(models, server, folder / "processes", range(count // 10), tally)
     elif part == "disk":
         disk.full_disk(server, models, folder, tally, step=count)
     elif part == "files":
@@ -124,6 +135,14 @@ def mended(again: Tally) -> Tally:
     counts = Counter({what: number for what, number in known["counts"].items() if what != "faults"})
     counts["at first wrong, mended and run again"] += len(known["faults"])
     return Tally(again.part, again.seed, counts, again.faults, known["seconds"] + again.seconds)
+
+
+def added(more: Tally) -> Tally:
+    """The earlier counts of a part and those of further runs of it."""
+    known = earlier(more.part)
+    counts = Counter(known["counts"]) + more.counts
+    counts[_DRAWN] = more.counts[_DRAWN]  # of one run of each kind, however often
+    return Tally(more.part, more.seed, counts, known["faults"] + more.faults, known["seconds"] + more.seconds)
 
 
 def table(tally: Tally) -> str:

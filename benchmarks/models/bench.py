@@ -14,6 +14,7 @@ import argparse
 import datetime
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -110,14 +111,18 @@ class Bench:
             return {name: perplexity(self.model, windows, **how).value for name, windows in self.evaluation(case).items()}
 
     def accuracy(self) -> dict:
-        """Of the tasks that there are, in float32, with TF32 products on a GPU."""
+        """{"accuracy": …} of the tasks that there are, in float32, TF32 on a GPU; {} without any, and if they fail."""
+        if not self.tasks:
+            return {}
         folder, limit = self.arguments.data / "tasks", self.arguments.task_limit
         batch = max(1, min(32, _TASK_ENTRIES // (_TASK_TOKENS * self.vocabulary)))
-        with in_float32(self.model), tf32():
-            scores = evaluate_tasks(
-                self.model, self.tasks, data_dir=folder, tokenizer=self.tokenizer, batch_size=batch, limit=limit
-            )
-        return figures(scores)
+        how = {"data_dir": folder, "tokenizer": self.tokenizer, "batch_size": batch, "limit": limit}
+        try:
+            with in_float32(self.model), tf32():
+                return {"accuracy": figures(evaluate_tasks(self.model, self.tasks, **how))}
+        except Exception:  # the perplexities are still wanted
+            traceback.print_exc()
+            return {}
 
 
 def open_bench(parsed: argparse.Namespace) -> Bench:
@@ -177,11 +182,10 @@ def result(bench: Bench, case: Any, seconds: float) -> dict:
     """What is measured of the model as it is now."""
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()  # other processes may want it
-    texts = [*(case.calibration or "").split("+"), *((CODE,) if bench.arguments.code else ())]
-    parts = ("train", *((case.split,) if bench.arguments.code else ())) if CODE in texts else ()
+    sources = (case.calibration or "").split("+")
+    parts = [part for part, used in (("train", CODE in sources), (case.split, bench.arguments.code)) if used]
     return {
-        "perplexity": bench.perplexity(case), **({"accuracy": bench.accuracy()} if bench.tasks else {}),
-        "seconds": None if bench.arguments.shared else round(seconds, 2), "card": card(bench),
+        "perplexity": bench.perplexity(case), "seconds": None if bench.arguments.shared else round(seconds, 2), "card": card(bench),
         "date": datetime.date.today().isoformat(), "versions": versions(),
         **({"code": {part: describe_code(part) for part in parts}} if parts else {}),
     }  # fmt: skip

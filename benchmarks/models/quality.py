@@ -28,16 +28,16 @@ from qprecon.llm.model.loading import load_causal_lm
 def measure(bench: Bench, case: Case, recovering: str) -> Iterator[dict]:
     """The case's rows, each as soon as it is known: the pruned model and, if asked for, the recovered one.
 
-    recovering: "no", "both" or "only".
+    Each comes again with accuracies, if they are asked for. recovering: "no", "both" or "only".
     """
     if case.pattern == DENSE:
         bench.restore()
-        yield identity(bench, case, False) | result(bench, case, 0.0) | {"sparsity": 0.0}
+        yield from scored(bench, identity(bench, case, False) | result(bench, case, 0.0) | {"sparsity": 0.0})
         return
     report, seconds, phases = pruned(bench, case)
     more = {"sparsity": report.sparsity}
     if recovering != "only":
-        yield identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases} | more
+        yield from scored(bench, identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases} | more)
     if recovering != "no":
         from qprecon.llm import recover
 
@@ -47,7 +47,14 @@ def measure(bench: Bench, case: Case, recovering: str) -> Iterator[dict]:
         wait(bench)
         seconds += time.perf_counter() - started
         del dense
-        yield identity(bench, case, True) | result(bench, case, seconds) | more
+        yield from scored(bench, identity(bench, case, True) | result(bench, case, seconds) | more)
+
+
+def scored(bench: Bench, row: dict) -> Iterator[dict]:
+    """The row of the model as it is, then with the tasks' accuracies, which take longer than all before."""
+    yield row
+    if accuracy := bench.accuracy():
+        yield row | accuracy
 
 
 def identity(bench: Bench, case: Case, recovered: bool) -> dict:
@@ -65,18 +72,30 @@ def wanted_rows(case: Case, recovering: str) -> tuple[bool, ...]:
     return (False,) if case.pattern == DENSE else {"no": (False,), "both": (False, True), "only": (True,)}[recovering]
 
 
+def is_complete(bench: Bench, row: dict | None) -> bool:
+    return row is not None and ("accuracy" in row or not bench.tasks)
+
+
+def beside(old: dict | None, row: dict) -> dict:
+    """A row that was there keeps its numbers; it gets the accuracies, with the perplexities of the model that was scored."""
+    if old is None or "accuracy" not in row:
+        return old or row
+    return old | {"accuracy": row["accuracy"] | {key: row[key] for key in ("perplexity", "card", "date")}}
+
+
 def run(bench: Bench, cases: Sequence[Case], results: Results) -> int:
     """Measure the cases that lack a row; how many failed."""
     failed, started = 0, time.perf_counter()
     for case in cases:
         wanted = [identity(bench, case, recovered) for recovered in wanted_rows(case, bench.arguments.recover)]
-        if all(results.get(each) is not None for each in wanted):
+        if all(is_complete(bench, results.get(each)) for each in wanted):
             continue
         if bench.arguments.budget and time.perf_counter() - started > bench.arguments.budget:
             print(f"stopped before {case}: the budget is spent", flush=True)
             break
         try:
             for row in measure(bench, case, bench.arguments.recover):
+                row = beside(results.get(identity(bench, case, row["recovered"])), row)
                 results.add(row, identity(bench, case, row["recovered"]))
                 print(f"{time.perf_counter() - started:6.1f} s  {line(case, row)}", flush=True)
         except Exception:  # the other cases are still wanted; the run ends with exit code 1

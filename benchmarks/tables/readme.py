@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from benchmarks.tables import quality as quality_tables
 from benchmarks.tables.pages import RESULTS, load, rewrite, table
 
 METHODS = ("qprecon pcg", "SparseGPT's update", "Thanos's update", "ADMM", "mpax", "rAPDHG, paper's calling form")
@@ -50,80 +51,6 @@ def quality(model: str) -> str:
     machines, dates = (", ".join(sorted({row[key] for row in used})) for key in ("machine", "date"))
     note = f"Dense: {dense['perplexity']:.2f}. Damping 0.01. – not run, or not defined. {machines}; {dates}."
     return table(["mask + weights", *patterns], body) + "\n\n" + note
-
-
-def presets() -> str:
-    """Perplexities of the presets on both texts, and of a peer on the same windows."""
-    rows = [row for row in load("quality_smollm2-135m") if row["split"] == "test" and row["calibration"] == "wikitext2"]
-    rows = [row for row in rows if not row["ingredients"] and row["seed"] == 0]
-    peers = load("peers_smollm2-135m")
-    patterns = ("50%", "60%", "70%", "2:4")
-    kinds = (("fast", False), ("balanced", False), ("best", False), ("best", True))
-
-    def cell(found: list[dict[str, Any]]) -> str:
-        return " / ".join(f"{value:.2f}" for value in found[0]["perplexity"].values()) if found else "–"
-
-    (dense,) = (row for row in load("grid_smollm2-135m") if (row["pattern"], row["grid"]) == ("dense", "bf16"))
-    body, ran_on = [["dense", *[cell([dense])] * len(patterns), "–"]], {}
-    for preset, recovered in kinds:
-        own = [row for row in rows if row["preset"] == preset and row["recovered"] == recovered]
-        label = f"`{preset}`, then `recover`" if recovered else f"`{preset}`"
-        cells = [cell([row for row in own if row["pattern"] == pattern]) for pattern in patterns]
-        timed = next(row for row in own if row["pattern"] == "60%")
-        body.append([label, *cells, f"{timed['seconds']:.0f} s"])
-        ran_on.setdefault(timed["card"], []).append(label)
-    for method, name in (("wanda", "Wanda"), ("sparsegpt", "SparseGPT")):
-        own = [row for row in peers if row["method"] == method]
-        cells = [cell([row for row in own if row["pattern"] == pattern]) for pattern in patterns]
-        body.append([f"llm-compressor, {name}", *cells, f"{own[0]['seconds']:.0f} s"])
-    ran_on.setdefault(peers[0]["card"], []).append("llm-compressor")
-    cards = "; ".join(f"{', '.join(labels)}: {card}" for card, labels in ran_on.items())
-    dates = ", ".join(sorted({row["date"] for row in [*rows, *peers]}))
-    version = peers[0]["versions"]["llmcompressor"]
-    note = "WikiText-2 / C4; the peer on WikiText-2 only. Seconds at 60 % (the peer's at 50 %). "
-    note += f"llm-compressor {version}. – not run. Cards: {cards}. {dates}."
-    return table(["", *patterns, "pruning"], body) + "\n\n" + note
-
-
-def ladder() -> str:
-    """What each ingredient gains, on validation texts."""
-    rows = [row for row in load("quality_smollm2-135m") if row["split"] == "validation"]
-    names = {
-        "alps": "ALPS's mask", "order": "order", "drift": "drift", "token_weights": "token weights", "residual": "residual stream",
-        "output_weights": "output weights", "allocation": "allocation by loss", "refine=block": "refinement of blocks",
-        "refine=halves": "refinement of half blocks",
-    }  # fmt: skip
-    patterns = ("50%", "60%", "70%", "2:4")
-
-    def switched_on(row: dict[str, Any]) -> str:
-        own = [names.get(each, each) for each in row["ingredients"]]
-        return " + ".join([f"`{row['preset']}`", *own] if row["preset"] != "fast" or not own else own)
-
-    body = [
-        [row["pattern"], switched_on(row), *(f"{value:.2f}" for value in row["perplexity"].values()), row["card"]]
-        for row in sorted(rows, key=lambda row: (patterns.index(row["pattern"]), -row["perplexity"]["wikitext2"]))
-    ]
-    dates = ", ".join(sorted({row["date"] for row in rows}))
-    return table(["pattern", "switched on", "WikiText-2", "C4", "card"], body) + f"\n\n{dates}."
-
-
-def calibrations() -> str:
-    """`best`, by the text it is calibrated on and by the seed that chooses the windows; test texts."""
-    rows = [row for row in load("quality_smollm2-135m") if row["split"] == "test" and row["preset"] == "best"]
-    patterns = ("50%", "60%", "70%", "2:4")
-    kinds = sorted({(row["calibration"], row["seed"], row["recovered"]) for row in rows}, key=lambda k: (k[0] != "wikitext2", *k))
-    names = {"wikitext2": "WikiText-2", "c4": "C4", "wikitext2+c4": "half of each"}
-    body = []
-    for calibration, seed, recovered in kinds:
-        found = {
-            row["pattern"]: " / ".join(f"{value:.2f}" for value in row["perplexity"].values())
-            for row in rows
-            if (row["calibration"], row["seed"], row["recovered"]) == (calibration, seed, recovered)
-        }
-        label = "`best`, then `recover`" if recovered else "`best`"
-        body.append([names[calibration], str(seed), label, *(found.get(pattern, "–") for pattern in patterns)])
-    cards, dates = (", ".join(sorted({row[key] for row in rows})) for key in ("card", "date"))
-    return table(["calibrated on", "seed", "", *patterns], body) + f"\n\nWikiText-2 / C4. – not run. {cards}, {dates}."
 
 
 def costs() -> str:
@@ -407,14 +334,15 @@ def few_tokens() -> str:
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "demo": demo,
-        "presets": presets,
+        "presets": quality_tables.presets,
+        "presets, other models": quality_tables.others,
         "quality": functools.partial(quality, "smollm2-135m"),
         "quality, Gemma": functools.partial(quality, "gemma-3-270m"),
         "layers": layers,
         "cpu": cpu,
         "models": models,
     },
-    "docs/reproducing.md": {"ladder": ladder, "calibrations": calibrations},
+    "docs/reproducing.md": {"ladder": quality_tables.ladder, "calibrations": quality_tables.calibrations},
     "docs/llm/pruning.md": {"costs": costs},
     "docs/backends.md": {"few-tokens": few_tokens},
     "docs/performance.md": {

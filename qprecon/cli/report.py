@@ -9,11 +9,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the subcommand."""
     parser = subparsers.add_parser(
         "report",
-        help="one HTML page about one or several pruning runs",
+        help="one HTML page about one or several runs",
         description="Write one self-contained HTML page: errors, certified gaps and sparsity of each layer, times, warnings, and "
-        "what `qprecon eval --save` measured; with several folders a comparison too.",
+        "what `qprecon eval --save` measured; of a recovered model the course of its training; with several folders a "
+        "comparison too.",
     )
-    parser.add_argument("folders", metavar="OUT", nargs="+", help="output folders of `qprecon prune`")
+    parser.add_argument("folders", metavar="OUT", nargs="+", help="output folders of `qprecon prune` or `qprecon recover`")
     parser.add_argument("-o", "--output", metavar="FILE", help="the page (default: report.html in the first folder)")
     return parser
 

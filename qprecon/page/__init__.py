@@ -1,4 +1,4 @@
-"""One self-contained HTML page about one or several pruning runs: no network, no scripts, readable on a phone.
+"""One self-contained HTML page about one or several runs of `prune` and `recover`: no network, no scripts, readable on a phone.
 
 Reads the JSON files in the output folders. Needs jinja2 and pydantic (`pip install 'qprecon[report]'`), neither torch nor
 transformers.
@@ -20,7 +20,7 @@ def write_page(folders: Sequence[str | Path], target: str | Path | None = None) 
     """Write the page about the runs in `folders`.
 
     Args:
-        folders: output folders of `prune_model`; several are compared with one another.
+        folders: output folders of `prune_model` or `recover`; several are compared with one another.
         target: the file to write; by default `report.html` in the first folder.
 
     Returns:

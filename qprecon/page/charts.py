@@ -41,16 +41,74 @@ def layer_chart(
     xs = [LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(names) for i in range(len(names))]
     parts = [_grid(scale, unit), _blocks(names, xs)]
     if line is not None:
-        y = scale.y(line[0])
-        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="note" x="{WIDTH - RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end">{escape(line[1])}</text>')
+        parts.append(_limit(scale.y(line[0]), line[1]))
     for index, (name, x) in enumerate(zip(names, xs, strict=True)):
         values = [(s, s.values[index]) for s in series]
         heights = [scale.y(value) for _, value in values if value is not None]
         if join and len(heights) > 1:
             parts.append(f'<line class="stem" x1="{x:.1f}" x2="{x:.1f}" y1="{min(heights):.1f}" y2="{max(heights):.1f}"/>')
         parts += [_mark(s, name, value, x, scale.y(value), unit) for s, value in values if value is not None]
-    return _figure(title, series, "".join(parts))
+    return _figure(title, [(s.label, _shape(s, 7, 7)) for s in series], "".join(parts))
+
+
+@dataclass(frozen=True)
+class Course:
+    """Values over steps, (step, value) each. style: as of `Series`; joined: a line through them instead of marks."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: str
+    joined: bool = False
+
+
+def step_chart(
+    title: str, courses: Sequence[Course], *, from_zero: bool = True, line: tuple[float, str] | None = None
+) -> Markup:
+    """Values over the steps of a training. line: a horizontal line and its name."""
+    known = [value for course in courses for _, value in course.points] + ([line[0]] if line else [])
+    scale = _linear_scale(known, from_zero)
+    last = max([step for course in courses for step, _ in course.points] + [1])
+    parts = [_grid(scale, ""), _steps(last)]
+    if line is not None:
+        parts.append(_limit(scale.y(line[0]), line[1], at_start=True))  # courses come down towards it
+    for course in courses:
+        places = [(_along(step, last), scale.y(value)) for step, value in course.points]
+        if course.joined:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f'<polyline class="course {course.style}" points="{path}"/>')
+            continue
+        for (step, value), (x, y) in zip(course.points, places, strict=True):
+            parts.append(_mark(Series(course.label, (), course.style), f"step {step:g}", value, x, y, ""))
+    return _figure(title, [_key(course) for course in courses], "".join(parts))
+
+
+def _key(course: Course) -> tuple[str, str]:
+    if course.joined:
+        return course.label, f'<path class="course {course.style}" d="M1 7h12"/>'
+    return course.label, _shape(Series(course.label, (), course.style), 7, 7)
+
+
+def _along(step: float, last: float) -> float:
+    return LEFT + 8 + (WIDTH - LEFT - RIGHT - 16) * step / last
+
+
+def _steps(last: float) -> str:
+    """The axis of steps, with round numbers."""
+    y = HEIGHT - BOTTOM
+    parts = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>']
+    for tick in _linear_scale([float(last)]).ticks:
+        if tick <= last:
+            parts.append(f'<text x="{_along(tick, last):.1f}" y="{y + 20}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text class="note" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    return "".join(parts)
+
+
+def _limit(y: float, name: str, at_start: bool = False) -> str:
+    x, anchor = (LEFT + 4, "start") if at_start else (WIDTH - RIGHT - 4, "end")
+    return (
+        f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text class="note" x="{x}" y="{y - 5:.1f}" text-anchor="{anchor}">{escape(name)}</text>'
+    )
 
 
 def bars(title: str, items: Sequence[tuple[str, float, str]]) -> Markup:
@@ -70,8 +128,9 @@ def bars(title: str, items: Sequence[tuple[str, float, str]]) -> Markup:
     )
 
 
-def _figure(title: str, series: Sequence[Series], body: str) -> Markup:
-    keys = "".join(f'<span class="key"><svg viewBox="0 0 14 14">{_shape(s, 7, 7)}</svg>{escape(s.label)}</span>' for s in series)
+def _figure(title: str, legend: Sequence[tuple[str, str]], body: str) -> Markup:
+    """legend: labels, and their marks as SVG."""
+    keys = "".join(f'<span class="key"><svg viewBox="0 0 14 14">{mark}</svg>{escape(label)}</span>' for label, mark in legend)
     return Markup(
         f'<figure><figcaption>{escape(title)}</figcaption><div class="keys">{keys}</div>'
         f'<div class="scroll"><svg class="wide" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
@@ -120,13 +179,15 @@ def _log_scale(values: Sequence[float]) -> _Scale:
     return _Scale(10.0**low, 10.0**high, ticks, True)
 
 
-def _linear_scale(values: Sequence[float]) -> _Scale:
-    """From 0 (or the lowest round number below it) to a round number."""
-    low, high = min([0.0, *values]), max([0.0, *values])
+def _linear_scale(values: Sequence[float], from_zero: bool = True) -> _Scale:
+    """From 0, or the lowest round number below it, to a round number; not from_zero: from one below the least value."""
+    zero = [0.0] if from_zero else []
+    low, high = min([*zero, *values]), max([*zero, *values])
     raw = (high - low if high - low > 1e-9 else 1.0) / 5  # all alike: any scale will do
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
     first, last = math.floor(low / step), math.ceil(max(high, step) / step * 0.9999)
+    last = max(last, first + 1)
     return _Scale(first * step, last * step, tuple(step * i for i in range(first, last + 1)), False)
 
 

@@ -10,29 +10,39 @@ import jinja2
 from markupsafe import Markup
 
 from .charts import Series, bars, layer_chart
-from .runs import Run
-from .tables import comparison, facts, layer_table, number, quality
+from .recovered import recovered
+from .runs import RecoveryRun, Run
+from .tables import comparison, duration, facts, layer_table, number, perplexity_tiles, quality
 
 _MOST_SERIES = 4  # as many shapes and colours as the charts tell apart
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[Run | RecoveryRun]) -> str:
     """The whole document."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("qprecon.page"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     several = len(runs) > 1
     return environment.get_template("page.html").render(
-        title=f"{len(runs)} pruning runs" if several else f"Pruned {runs[0].settings.model}",
+        title=f"{len(runs)} runs" if several else _title(runs[0]),
         compared=_compared(runs) if several else None,
         runs=[_run(run) for run in runs],
     )
 
 
-def _compared(runs: Sequence[Run]) -> dict[str, Any]:
+def _title(run: Run | RecoveryRun) -> str:
+    return f"Pruned {run.settings.model}" if isinstance(run, Run) else f"Pruned and recovered {run.settings.dense}"
+
+
+def _compared(every: Sequence[Run | RecoveryRun]) -> dict[str, Any]:
+    found: dict[str, Any] = {"table": comparison(every), "chart": None, "note": ""}
+    runs = [run for run in every if isinstance(run, Run)]
+    if len(runs) < len(every):
+        found["note"] = "A recovery looks at the whole model: it has no errors of layers."
+    if len(runs) < 2:
+        return found
     shown = runs[:_MOST_SERIES]
     names = [row.name for row in runs[0].layers]
-    found: dict[str, Any] = {"table": comparison(runs), "chart": None, "note": ""}
     if any([row.name for row in run.layers] != names for run in shown):
         return found | {"note": "The runs pruned different layers, so their errors are not drawn in one chart."}
     series = [Series(run.name, run.values("error_stored"), style) for run, style in zip(shown, "abcd", strict=False)]
@@ -42,7 +52,12 @@ def _compared(runs: Sequence[Run]) -> dict[str, Any]:
     return found
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: Run | RecoveryRun) -> dict[str, Any]:
+    """What its template is filled with, and which that is."""
+    return _pruned(run) | {"template": "run.html"} if isinstance(run, Run) else recovered(run) | {"template": "recovered.html"}
+
+
+def _pruned(run: Run) -> dict[str, Any]:
     off = max(abs(100 * (row.requested_sparsity - row.reached_sparsity)) for row in run.layers)
     excess = max((value for value in run.values("rounding_excess") if value is not None), default=0.0)
     return {
@@ -100,11 +115,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     if run.columns:
         tiles.append((number(run.report.largest_gap, ".1e"), "largest certified relative gap of a column"))
         tiles.append((f"{run.report.fallbacks:,}", f"of {run.columns:,} columns fell back to their start"))
-    tiles.append((duration(run.seconds), "in all"))
-    for row in run.evaluation.perplexity[:3]:
-        value = math.inf if row.value is None else row.value
-        tiles.append((f"{value:.2f}" if math.isfinite(value) else "infinite", f"perplexity, {row.text}, windows of {row.seqlen}"))
-    return tiles
+    return [*tiles, (duration(run.seconds), "in all"), *perplexity_tiles(run)]
 
 
 def _charts(run: Run) -> dict[str, Markup]:
@@ -133,10 +144,3 @@ def _charts(run: Run) -> dict[str, Markup]:
     return charts
 
 
-def duration(seconds: float) -> str:
-    """Seconds in words that suit their size."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qprecon.files import YAML, read_text
+from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.reporting.reading import read_json, validated
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, LayerRow, PruneReport
 
@@ -31,6 +32,21 @@ class Settings:
     seed: int
     backend: str = "auto"
     model: str = "a model"
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """Those of a recovery's report that the page speaks of."""
+
+    nsamples: int
+    seqlen: int
+    windows_held_out: int
+    batch: int
+    lr: float
+    temperature: float
+    seed: int
+    model: str = "a pruned model"
+    dense: str = "a model"
 
 
 @dataclass(frozen=True)
@@ -111,12 +127,26 @@ class Run:
         return sum(known) / len(known) if known else 0.0
 
 
+@dataclass(frozen=True)
+class RecoveryRun:
+    """One output folder of `recover`."""
+
+    name: str
+    report: RecoveryReport
+    settings: RecoverySettings
+    evaluation: Evaluation
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.report.phase_seconds.values())
+
+
 def finite(value: Any) -> Any:
     """The number, or None where it is None or not finite."""
     return None if value is None or not math.isfinite(value) else value
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+def read_runs(folders: Sequence[str | Path]) -> list[Run | RecoveryRun]:
     """The runs in `folders`, with names that tell them apart."""
     if not folders:
         raise ValueError("no folder given")
@@ -124,18 +154,32 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
-def _read(folder: Path, name: str) -> Run:
+def _read(folder: Path, name: str) -> Run | RecoveryRun:
     path = folder / REPORT_NAME
+    if not path.is_file() and (folder / RECOVERY_NAME).is_file():
+        return _read_recovery(folder, name)
     if not path.is_file():
-        recovered = (folder / RECOVERY_NAME).is_file()
-        why = "it holds a recovered model, and pages are about pruning runs" if recovered else "`qprecon prune` did not write it"
-        raise FileNotFoundError(f"{folder} holds no {REPORT_NAME}: {why}")
+        raise FileNotFoundError(
+            f"{folder} holds no {REPORT_NAME} and no {RECOVERY_NAME}: neither `qprecon prune` nor `qprecon recover` wrote it"
+        )
     report = PruneReport.load(path)
     if not report.layers:
         raise ValueError(f"{path}: layers is empty")
     settings = validated(Settings, {key: value for key, value in report.settings.items() if value is not None}, path)
     recipe = folder / RECIPE_NAME
     return Run(name, report, settings, _evaluation(folder), read_text(recipe, YAML) if recipe.is_file() else "")
+
+
+def _read_recovery(folder: Path, name: str) -> RecoveryRun:
+    path = folder / RECOVERY_NAME
+    report = RecoveryReport.load(path)
+    settings = validated(RecoverySettings, {key: value for key, value in report.settings.items() if value is not None}, path)
+    for place, look in enumerate(report.held_out):
+        if missing := {"step", "loss", "perplexity"} - set(look):
+            raise ValueError(f"{path}: held_out[{place}].{min(missing)} is missing")
+    if not report.held_out:
+        raise ValueError(f"{path}: held_out is empty")
+    return RecoveryRun(name, report, settings, _evaluation(folder))
 
 
 def _evaluation(folder: Path) -> Evaluation:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .runs import Run, Task, finite
+from .runs import RecoveryRun, Run, Task, finite
 
 _SIX = ("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
 
@@ -22,17 +22,13 @@ class Table:
     style: str = ""
 
 
-def comparison(runs: Sequence[Run]) -> Table:
+def comparison(runs: Sequence[Run | RecoveryRun]) -> Table:
     """One column a run, so that two fit on a phone; a row for each text and task that any of them was measured on."""
     texts = list(dict.fromkeys(row.condition for run in runs for row in run.evaluation.perplexity))
     tasks = list(dict.fromkeys(row.condition for run in runs for row in run.evaluation.tasks))
     columns = []
     for run in runs:
-        s = run.settings
-        cells = [s.pattern if isinstance(s.pattern, str) else "by layer", s.mask, s.update]
-        cells += [f"{len(run.layers)}", f"{run.report.sparsity:.2%}"]
-        cells += [f"{run.mean('error_masked'):.4g}", f"{run.mean('error_stored'):.4g}"]
-        cells += [number(run.report.largest_gap, ".1e"), f"{run.uncertified:,}", f"{run.report.fallbacks:,}"]
+        cells = _pruned(run) if isinstance(run, Run) else _recovered(run)
         found = {row.condition: number(row.value, ".2f") for row in run.evaluation.perplexity}
         scores = {row.condition: number(row.acc, ".2%") for row in run.evaluation.tasks}
         cells += [found.get(text, "–") for text in texts] + [scores.get(task, "–") for task in tasks]
@@ -44,7 +40,33 @@ def comparison(runs: Sequence[Run]) -> Table:
     return Table(["", *(run.name for run in runs)], rows, words=1, style="runs")
 
 
-def quality(run: Run) -> list[Table]:
+def _pruned(run: Run) -> list[str]:
+    s = run.settings
+    cells = [_pattern(s.pattern), s.mask, s.update, f"{len(run.layers)}", f"{run.report.sparsity:.2%}"]
+    cells += [f"{run.mean('error_masked'):.4g}", f"{run.mean('error_stored'):.4g}"]
+    return [*cells, number(run.report.largest_gap, ".1e"), f"{run.uncertified:,}", f"{run.report.fallbacks:,}"]
+
+
+def _recovered(run: RecoveryRun) -> list[str]:
+    was = run.report.pruned_with or {}
+    first = [_pattern(was.get("pattern", "–")), str(was.get("mask", "–")), "recovered"]
+    return [*first, f"{run.report.layers}", f"{run.report.sparsity:.2%}", *["–"] * 5]
+
+
+def _pattern(pattern: Any) -> str:
+    return pattern if isinstance(pattern, str) else "by layer"
+
+
+def perplexity_tiles(run: Run | RecoveryRun) -> list[tuple[str, str]]:
+    """The first perplexities that were measured, with what they are."""
+    tiles = []
+    for row in run.evaluation.perplexity[:3]:
+        value = math.inf if row.value is None else row.value
+        tiles.append((f"{value:.2f}" if math.isfinite(value) else "infinite", f"perplexity, {row.text}, windows of {row.seqlen}"))
+    return tiles
+
+
+def quality(run: Run | RecoveryRun) -> list[Table]:
     """Perplexities and accuracies with the conditions they were measured under; nothing where there are none."""
     measured, tasks = run.evaluation.perplexity, run.evaluation.tasks
     tables = []
@@ -62,7 +84,7 @@ def quality(run: Run) -> list[Table]:
     return tables
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts(run: Run | RecoveryRun) -> list[tuple[str, str]]:
     """Settings and versions."""
     rows = [(key, value) for key, value in run.report.settings.items() if value not in (None, {}, [])]
     rows += [(f"version of {key}", value) for key, value in run.report.versions.items()]
@@ -86,6 +108,15 @@ def number(value: float | None, form: str) -> str:
     if value is None or math.isnan(value):
         return "–"
     return format(value, form) if finite(value) is not None else "unbounded"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words that suit their size."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def _average(tasks: Sequence[Task]) -> float | None:

@@ -97,7 +97,7 @@ def test_the_dense_model_code_and_tasks(bench, capsys):
     ]  # fmt: skip
     assert "no accuracy of openbookqa" in capsys.readouterr().out
     assert rows[0]["sparsity"] == 0 and rows[1]["sparsity"] == pytest.approx(0.5, abs=0.02)
-    assert set(rows[0]["code"]) == {"train", "test"}
+    assert set(rows[0]["code"]) == {"test"} and set(rows[1]["code"]) == {"train", "test"}
     for row in rows:
         assert set(row["perplexity"]) == {"wikitext2", "c4", "code"} and row["code"]["test"]["files"] > 10
         assert set(row["accuracy"]["tasks"]) == {"mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande"}
@@ -109,6 +109,30 @@ def test_the_dense_model_code_and_tasks(bench, capsys):
     assert quality.main([*arguments, "--eval-windows", "2", "--recover", "only", "--out", str(alone)]) == 0
     again = json.loads((alone / "quality_toy.json").read_text())
     assert [row["recovered"] for row in again] == [False, True] and again[1]["perplexity"] == rows[2]["perplexity"]
+
+
+def test_accuracies_are_added_to_rows_that_are_there(bench, monkeypatch):
+    """Tasks that fail cost no perplexity; the next run scores what has no accuracies yet, and leaves the rest of the row."""
+    pytest.importorskip("lm_eval")
+    from benchmarks.models import bench as opened
+    from benchmarks.models import quality
+
+    common, out = bench
+    tasks = out.parent / "data" / "tasks"
+    tasks.mkdir()
+    write_tasks(tasks)
+    arguments = [*common, "--tasks", "--eval-windows", "2", "--cases", "dense", "50%:"]
+    with monkeypatch.context() as broken:
+        broken.setattr(opened, "evaluate_tasks", lambda *args, **kwargs: 1 / 0)
+        assert quality.main(arguments) == 0
+    before = json.loads((out / "quality_toy.json").read_text())
+    assert len(before) == 2 and not any("accuracy" in row for row in before)
+    assert quality.main(arguments) == 0
+    after = json.loads((out / "quality_toy.json").read_text())
+    for old, row in zip(before, after, strict=True):
+        assert set(row["accuracy"]["tasks"]) == set(opened.PAPER_TASKS) and row["accuracy"]["average"] is not None
+        assert old == {key: value for key, value in row.items() if key != "accuracy"}
+        assert row["accuracy"]["perplexity"] == row["perplexity"]
 
 
 def test_parts_of_the_code_have_no_file_in_common(bench):

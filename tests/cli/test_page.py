@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from qprecon import cli
-from qprecon.llm import prune_model
+from qprecon.llm import prune_model, recover
 from qprecon.llm.evaluation import assessment
 from qprecon.llm.settings import recipe_file
 from qprecon.llm.storage import output
@@ -20,7 +20,7 @@ from qprecon.page.charts import _linear_scale, _log_scale
 from tests.llm.families import build, tokens
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-VOID = {"meta", "br", "path", "line", "rect", "circle"}
+VOID = {"meta", "br", "path", "line", "rect", "circle", "polyline"}
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +179,73 @@ def test_several_runs_are_compared(folders, tmp_path, capsys):
     assert "different layers" in write_page([folders[0], tmp_path], target).read_text()
 
 
+@pytest.fixture(scope="module")
+def recovered(folders, tmp_path_factory):
+    """The first of the folders, recovered."""
+    home = tmp_path_factory.mktemp("recovered")
+    dense = build("llama")
+    dense.config._name_or_path = "toy<b>dense</b>"
+    recover(folders[0], dense, tokens(6), out=home / "again", passes=3, batch=2, held_out=0.4, progress=False, device="cpu")
+    return home / "again"
+
+
+def test_a_recovered_model_has_a_page(recovered):
+    text = write_page([recovered]).read_text()
+    page = Checker(text)
+    assert "script" not in page.tags and page.links == []
+    report = json.loads((recovered / runs.RECOVERY_NAME).read_text())
+    shown = " ".join(page.text)
+    for part in (f"{report['sparsity']:.2%}", f"dense model: {report['perplexity_dense']:.4g}", "pruned to 50% with wanda masks"):
+        assert part in shown
+    marks = re.findall(r"<title>step (\d+): pruned model ([\d.]+)</title>", text)
+    assert marks == [(f"{at['step']:g}", f"{at['perplexity']:.4g}") for at in report["held_out"]] and len(marks) > 2
+    (line,) = re.findall(r'<polyline class="course b" points="([^"]*)"', text)
+    assert len(line.split()) == len(report["losses"])
+    for phase in report["phase_seconds"]:
+        assert phase in shown
+
+
+def test_a_recovered_model_beside_pruned_ones(folders, recovered, tmp_path):
+    text = write_page([*folders, recovered], tmp_path / "all.html").read_text()
+    page = Checker(text)
+    table = text[text.index('class="runs"') : text.index("</table>")]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", table.split("update</td>")[1])[:3] == ["optimal", "none", "recovered"]
+    assert "has no errors of layers" in " ".join(page.text) and page.tags.count("h2") == 4
+    assert Checker(write_page([folders[0], recovered], tmp_path / "two.html").read_text()).tags.count("h2") == 3
+
+
+def test_no_field_of_a_recovery_gets_into_the_page_as_markup(recovered, tmp_path):
+    hostile, shown = "</title><script>alert(1)</script>'\"", 0
+    data = json.loads((recovered / runs.RECOVERY_NAME).read_text())
+    data |= {"losses": data["losses"][:2], "held_out": data["held_out"][:2], "warnings": ["a"]}
+    for path in leaves(data):
+        (tmp_path / runs.RECOVERY_NAME).write_text(json.dumps(replaced(data, path, hostile)))
+        try:
+            text = write_page([tmp_path, tmp_path]).read_text()
+        except ValueError as error:
+            assert str(tmp_path) in str(error), path
+            continue
+        shown += "&lt;script&gt;alert(1)" in text
+        assert "<script" not in text and "\"'\"" not in text, path
+    assert shown > 20
+
+
+@pytest.mark.parametrize("key, value, culprit", [
+    ("held_out", [], "held_out is empty"), ("held_out", [{"step": 0, "loss": 1.0}], r"held_out\[0\].perplexity is missing"),
+    ("losses", ["x"], r"losses\[0\]: "),
+])  # fmt: skip
+def test_a_key_of_a_recovery_that_is_wrong_is_named(recovered, tmp_path, key, value, culprit):
+    data = json.loads((recovered / runs.RECOVERY_NAME).read_text()) | {key: value}
+    (tmp_path / runs.RECOVERY_NAME).write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path / runs.RECOVERY_NAME))}: {culprit}"):
+        write_page([tmp_path])
+
+
 def test_folders_that_are_no_runs_are_named(folders, tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no qprecon_report.json" in capsys.readouterr().err
-    (tmp_path / "qprecon_recovery.json").write_text("{}")
-    assert cli.main(["report", str(tmp_path)]) == 2 and "holds a recovered model" in capsys.readouterr().err
+    (tmp_path / runs.RECOVERY_NAME).write_text("{}")
+    assert cli.main(["report", str(tmp_path)]) == 2 and str(tmp_path / runs.RECOVERY_NAME) in capsys.readouterr().err
     for text, culprit in (("no", "not JSON"), ('{"format": 7}', "another format")):
         (tmp_path / output.REPORT_NAME).write_text(text)
         with pytest.raises(ValueError, match=culprit):
@@ -235,7 +297,8 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize("values", [[0.3, 1e-6], [0.0, 0.5], [1.0], [0.0], [1e-300, 1e300]])
 def test_scales_hold_their_values(values):
-    for scale in (_log_scale(values), _linear_scale([v for v in values if v < 1e200])):
+    small = [v for v in values if v < 1e200]
+    for scale in (_log_scale(values), _linear_scale(small), _linear_scale(small, from_zero=False)):
         heights = [scale.y(value) for value in values]
         assert all(0 <= height <= 280 for height in heights)
         assert (heights[0] < heights[-1]) == (values[0] > values[-1])
@@ -244,8 +307,8 @@ def test_scales_hold_their_values(values):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_browser_shows_it_without_sideways_scrolling(folders, tmp_path, width):
-    page = write_page(folders, tmp_path / "page.html").read_text()
+def test_a_browser_shows_it_without_sideways_scrolling(folders, recovered, tmp_path, width):
+    page = write_page([*folders, recovered], tmp_path / "page.html").read_text()
     # Only this copy has a script: it notes what the layout came to.
     probe = (
         "<script>addEventListener('load',()=>{const w=document.documentElement,s=[...document.querySelectorAll('svg.wide')];"
@@ -263,5 +326,5 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, tmp_path, width)
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     found = json.loads(html.unescape(re.search(r'<html data-found="(.*?)"', dom)[1]))
     assert found["window"] == width and found["page"] <= width
-    assert found["charts"] == 8 and found["smallest"] > 0.8 * min(width, 900) and found["text"] > 9
+    assert found["charts"] == 10 and found["smallest"] > 0.8 * min(width, 900) and found["text"] > 9
     assert found["background"] != "rgba(0, 0, 0, 0)"

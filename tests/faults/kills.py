@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,10 +149,10 @@ def _differing(found: dict[str, str], right: dict[str, str]) -> list[str]:
     return sorted(name for name in {*found, *right} if found.get(name) != right.get(name))
 
 
-def processes(models: Models, server: Server, folder: Path, count: int, tally: Tally) -> None:
+def processes(models: Models, server: Server, folder: Path, numbers: Iterable[int], tally: Tally) -> None:
     """As `kills`, with a process of its own for each killed run: Python's start and end are in it too."""
     run = reference(server, models, "llama", folder / "processes")
-    for number in range(count):
+    for number in numbers:
         random, how = tally.random(10**6 + number), HOW[number % len(HOW)]
         prepared = _prepare(run, there=number % 2 == 1)
         began = time.monotonic()

@@ -11,12 +11,16 @@ import contextlib
 import io
 import json
 import math
+import multiprocessing
+import os
 import shutil
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,41 +92,97 @@ def make_wide(folder: Path) -> Models:
     return Models(folder)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A run that nothing disturbs: what it writes, the fault as `inject` takes it, and how many allocations it makes."""
+
+    command: list[str]
+    out: Path
+    right: dict[str, str]
+    fault: dict[str, Any]
+    allocations: int
+
+
+def _undisturbed(server: Server | InProcess, models: Models, folder: Path, kind: str, device: str) -> _Known:
+    out, told = folder / kind / "out", folder / f"{kind}-allocations"
+    command = models.prune(kind, out, *(_WIDER if device == "cuda" else []))
+    command[command.index("--device") + 1] = device
+    fault = {"kind": "no_memory", "at": 0, "least": LEAST[device], "device": device, "told": str(told)}
+    out.parent.mkdir(parents=True)
+    if (ended := server.run(command, fault)).code != 0:
+        raise RuntimeError(f"a run without any fault failed: {ended.err[-1000:]}")
+    return _Known(command, out, contents(out), fault, int(told.read_text()))
+
+
 def out_of_memory(
     server: Server | InProcess, models: Models, folder: Path, count: int, tally: Tally, device: str = "cpu",
-    kinds: Sequence[str] = ("llama", "llama-pickled", "moe"), seconds: float = math.inf,
+    kinds: Sequence[str] = ("llama", "llama-pickled", "moe"),
 ) -> None:  # fmt: skip
-    """`count` runs, each without memory for one allocation drawn at random of those of `LEAST` and more.
-
-    seconds: none begins after so many.
-    """
-    known, until = {}, time.monotonic() + seconds
-    for kind in kinds:
-        out, told = folder / kind / "out", folder / f"{kind}-allocations"
-        command = models.prune(kind, out, *(_WIDER if device == "cuda" else []))
-        command[command.index("--device") + 1] = device
-        fault = {"kind": "no_memory", "at": 0, "least": LEAST[device], "device": device, "told": str(told)}
-        out.parent.mkdir(parents=True)
-        if (ended := server.run(command, fault)).code != 0:
-            raise RuntimeError(f"a run without any fault failed: {ended.err[-1000:]}")
-        known[kind] = command, out, contents(out), fault, int(told.read_text())
-        tally.counts["allocations that one is drawn from"] += known[kind][-1]
+    """`count` runs, each without memory for one allocation drawn at random of those of `LEAST` and more."""
+    known = [_undisturbed(server, models, folder, kind, device) for kind in kinds]
+    tally.counts["allocations that one is drawn from"] += sum(each.allocations for each in known)
     for number in range(count):
-        if time.monotonic() > until:
-            break
-        kind = kinds[number % len(kinds)]
-        command, out, right, fault, allocations = known[kind]
-        at = tally.random(number).randrange(allocations) + 1
-        for path in (out, *(out.parent / name for name in beside(out))):
-            shutil.rmtree(path, ignore_errors=True)
-        ended = server.run(command, {**fault, "at": at})
-        for wrong in _wrong(server, ended, command, out, right, device == "cpu", tally):
-            tally.fault(f"{number}: allocation {at} of {allocations} of {kind}", wrong)
+        _drawn(server, known[number % len(kinds)], number, device, tally)
+
+
+def _drawn(server: Server | InProcess, run: _Known, number: int, device: str, tally: Tally) -> None:
+    at = tally.random(number).randrange(run.allocations) + 1
+    for path in (run.out, *(run.out.parent / name for name in beside(run.out))):
+        shutil.rmtree(path, ignore_errors=True)
+    ended = server.run(run.command, {**run.fault, "at": at})
+    for wrong in _wrong(server, ended, run.command, run.out, run.right, device == "cpu", tally):
+        tally.fault(f"{number}: allocation {at} of {run.allocations} of {run.out.parent.name}", wrong)
+
+
+_HERE: dict[str, Any] = {}  # of a process of `side_by_side`
+
+
+def side_by_side(
+    models: Models, folder: Path, numbers: Sequence[int], tally: Tally, device: str, kinds: Sequence[str],
+    processes: int = 8, seconds: float = math.inf,
+) -> int:  # fmt: skip
+    """As `out_of_memory` for the runs of these numbers, in so many processes, all of them on one device. A line for each run.
+
+    seconds: none begins after so many. Returns the number of the first run that was not made, or the number after the last.
+    """
+    began, left = time.monotonic(), len(numbers)
+    context, until = multiprocessing.get_context("spawn"), time.time() + seconds
+    given = (models, folder, kinds, device, tally.part, tally.seed, until)
+    with ProcessPoolExecutor(processes, context, initializer=_begin, initargs=given) as pool:
+        missing = []
+        for future in as_completed(pool.submit(_one, number) for number in numbers):
+            number, own, allocations = future.result()
+            if own is None:
+                missing.append(number)
+                continue
+            left -= 1
+            tally.counts.update(own.counts)
+            tally.faults += own.faults
+            tally.counts["allocations that one is drawn from"] = allocations
+            what = "; ".join(own.faults) or ("one line" if own.counts["one line"] else "finished")
+            print(f"{time.monotonic() - began:5.0f} s, {left} left: run {number}: {what[:200]}", flush=True)
+    return min(missing, default=max(numbers, default=-1) + 1)
+
+
+def _begin(models: Models, folder: Path, kinds: Sequence[str], device: str, part: str, seed: int, until: float) -> None:
+    own = folder / f"process-{os.getpid()}"
+    known = [_undisturbed(InProcess(), models, own, kind, device) for kind in kinds]
+    _HERE.update(known=known, device=device, part=part, seed=seed, until=until)
+
+
+def _one(number: int) -> tuple[int, Tally | None, int]:
+    known, own = _HERE["known"], Tally(_HERE["part"], _HERE["seed"])
+    allocations = sum(each.allocations for each in known)
+    if time.time() > _HERE["until"]:
+        return number, None, allocations
+    _drawn(InProcess(), known[number % len(known)], number, _HERE["device"], own)
+    return number, own, allocations
 
 
 def _wrong(
     server: Server | InProcess, ended: Ended, command: list[str], out: Path, right: dict[str, str], exact: bool, tally: Tally
 ) -> Iterator[str]:
+    tally.counts["runs"] += 1
     if (wrong := ended.wrong(0, 2)) is not None:
         yield wrong
         return

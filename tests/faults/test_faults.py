@@ -10,7 +10,7 @@ from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, two_at_once
 from .machines import NAMES, run_here
-from .memory import InProcess, out_of_memory
+from .memory import InProcess, out_of_memory, side_by_side
 from .recipes import bombs, paths_out, random_recipes
 from .runs import Models, Server, Tally, make_models
 
@@ -71,6 +71,14 @@ def test_out_of_memory_without_a_fork(models, tmp_path, tally, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     out_of_memory(InProcess(), models, tmp_path, 4, tally, kinds=("llama",))
     assert tally.counts["one line"] + tally.counts["finished all the same"] == 4
+
+
+def test_out_of_memory_side_by_side(models, tmp_path, tally, capsys):
+    """In processes of their own, with a number each, which may be any; past the time none is made and the first is named."""
+    after = side_by_side(models, tmp_path / "some", [28, 29, 31], tally, "cpu", ("llama",), processes=2)
+    assert after == 32 and tally.counts["runs"] == 3 and "run 31" in capsys.readouterr().out
+    assert side_by_side(models, tmp_path / "none", [5, 6], tally, "cpu", ("llama",), processes=1, seconds=0) == 5
+    assert tally.counts["runs"] == 3
 
 
 def test_recipes(server, models, tmp_path, tally):

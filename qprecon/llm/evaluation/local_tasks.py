@@ -7,6 +7,8 @@ that lm-eval ships.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,11 +43,14 @@ def local_task(name: str, data_dir: str | Path, limit: int | None = None) -> Any
     Raises FileNotFoundError with the names that would do; ValueError, naming file, line and field, for a row that lacks a field
     or has a bad one.
     """
+    import pyarrow
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
-    task = LOCAL_TASKS[name]
-    documents = Dataset.from_list(_first(local_rows(name, data_dir), limit))
+    task, rows = LOCAL_TASKS[name], _first(local_rows(name, data_dir), limit)
+    # With a fingerprint of its own: that of `Dataset.from_list` pickles types of pyarrow, which not every pair of versions can.
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+    documents = Dataset(pyarrow.Table.from_pylist(rows), fingerprint=digest)
     metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
     config = {
         "task": name,

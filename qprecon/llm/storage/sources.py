@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -35,17 +35,18 @@ class DiskBlocks:
 
     `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
     blocks, shard b + 2 block b, and one behind them what the model has no place for. What an earlier run finished is not written
-    again. `compute`: what 16-bit floats are computed in, if not as they are; they are written as they were.
+    again. `compute`: what 16-bit floats are computed in, if not as they are; they are written as they were. `waiting`: is open
+    while the disk is waited for.
     """
 
     writes = True
 
     def __init__(
         self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog,
-        compute: torch.dtype | None = None,
+        compute: torch.dtype | None = None, waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):  # fmt: skip
         self.model, self.shards, self.blocks, self.device, self.compute = model, shards, blocks, device, compute
-        self.journal, self.log = journal, log
+        self.journal, self.log, self.waiting = journal, log, waiting
         self.stored = stored_names(model, shards)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
@@ -106,7 +107,7 @@ class DiskBlocks:
         Of the blocks that will be opened `then`, the next one unless given, the first is read meanwhile, and those after it where
         they take little of the device's free memory.
         """
-        with self.log.phase("read"):
+        with self.log.phase("read"), self.waiting():
             tensors = self._taken(index, dense)
         following = [each for each in ([index + 1] if then is None else then) if each < len(self.blocks)]
         for each in following if self._is_small(following[1:]) else following[:1]:
@@ -148,7 +149,7 @@ class DiskBlocks:
     ) -> None:
         """Write the open block and its packed masks, layer -> bits, in the background, weights that have scales packed; an error of
         an earlier write comes up here."""
-        with self.log.phase("write"):
+        with self.log.phase("write"), self.waiting():
             self._wait(most=1)  # memory for one block that is being written, no more
         block = self.blocks[index]
         tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}

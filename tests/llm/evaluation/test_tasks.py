@@ -151,6 +151,20 @@ def test_without_a_hub_its_tasks_say_what_to_give(monkeypatch):
         _from_hub(run)
 
 
+def test_no_types_of_pyarrow_are_pickled(data, monkeypatch):
+    """datasets hashes a data set by pickling all of it, which fails for some versions of Python and pyarrow."""
+    import datasets.arrow_dataset
+
+    def unpicklable(dataset):
+        raise TypeError("Can't pickle <class 'MonthDayNano'>")
+
+    monkeypatch.setattr(datasets.arrow_dataset, "generate_fingerprint", unpicklable)
+    known = {name: local_task(name, data).dataset["test"] for name in LOCAL_TASKS}
+    assert {name: len(rows) for name, rows in known.items()} == {name: len(rows) for name, rows in ROWS.items()}
+    same, other = known["arc_easy"]._fingerprint, known["mmlu"]._fingerprint
+    assert known["arc_challenge"]._fingerprint == same != other
+
+
 def test_an_items_context_is_tokenised_once():
     seen = []
 
