@@ -19,7 +19,7 @@ from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.pruning.plan import calibration_samples
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange
-from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
+from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
@@ -135,7 +135,7 @@ def _run(
         # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
         samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(pair.model, *text)])
         training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
-        rate = recovery.lr or default_rate(pair.model.get_input_embeddings().embedding_dim)
+        rate = recovery.lr or default_rate(weight_size(pair.dense, selected.pruned))
         schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
         task = Task(pair, selected, samples, aside, schedule, device)
         journal = None

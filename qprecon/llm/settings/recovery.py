@@ -40,7 +40,7 @@ class Recovery:
     )  # fmt: skip
     passes: int = option(8, "how often all windows are used", TRAINING, least=1)
     batch: int = option(8, "windows a step", TRAINING, least=1)
-    lr: float | None = option(None, "peak learning rate of AdamW", TRAINING, default="0.25 / hidden size, at most 5e-4")
+    lr: float | None = option(None, "peak learning rate of AdamW", TRAINING, default="0.0023 of the weights' root mean square")
     warmup: float = option(
         0.05, "share of the steps in which the learning rate rises; then it falls along a cosine", TRAINING, least=0,
         metavar="SHARE",
