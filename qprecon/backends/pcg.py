@@ -31,8 +31,9 @@ _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
 mostly launches, the full product gets there in one: 18 iterations at 1024 inputs and tol=1e-6 (an H200, backends_gpu.json)."""
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
-H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json). Not for a few columns of a large
-layer: its other columns went through the pieces, whose kernels are compiled already, and H in pieces is half as long."""
+H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json). So do the few
+columns of a large layer that a second round is for: in pieces they went on to the limit, short of what they were to reach."""
+_PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
 
@@ -119,7 +120,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
 
 def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
     """On a GPU, than the product in pieces."""
-    return n <= _FULL_UP_TO and (n * n * k <= _FULL_WORK or tolerance < _LOW_REACHES)
+    return n * n * k <= _FULL_WORK or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
 
 
 def _padded(chunk: Chunk, more: int) -> Chunk:
@@ -153,7 +154,7 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply, apply)
     state, out, device = _State.begin(chunk, ops), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
-    step, look, seen = state.step, min(3, _MOST_UNSEEN[device]), (0, 0.0)
+    step, look, seen, best = state.step, min(3, _MOST_UNSEEN[device]), (0, 0.0), (0, np.inf)
     for iteration in range(1, limit + 1):
         if iteration == 2 and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
@@ -164,6 +165,10 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         if not seen[1]:
             break
         look = iteration + _iterations_left(before, seen, _MOST_UNSEEN[device])
+        best = seen if seen[1] < 0.9 * best[1] else best
+        if ops.is_rough and iteration - best[0] >= _PATIENCE:
+            status = "stalled"
+            break
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break

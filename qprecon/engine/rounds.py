@@ -27,10 +27,10 @@ from .results import LIMITS, Results
 from .shared import BackendSetup
 
 _ROUNDS = 8  # audited rounds at most; a column's gap must shrink by a fifth for there to be another
-_FIRST = 0.25  # of the tolerance is what the first round asks for: an iteration more costs less than a second round
-_LEAST_FIRST, _MOST_FIRST, _MARGIN, _ENOUGH = 0.03, 0.6, 0.7, 64
-"""Chunks after the first ask for as much as brings the worst column to ``_MARGIN`` of the tolerance, if they are like those before.
-So many columns tell."""
+_FIRST = 0.15  # of the tolerance is what the first round asks for: an iteration more costs less than a second round
+_LEAST_FIRST, _MOST_FIRST, _MARGIN, _FARTHEST, _ENOUGH = 0.03, 0.4, 0.6, 3.0, 64
+"""Chunks after the first ask for as much as brings the worst column to ``_MARGIN`` of the tolerance, if they are like those before;
+columns that are ``_FARTHEST`` tolerances off or more are left to a second round. So many columns tell."""
 _AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
 
 
@@ -78,10 +78,8 @@ class Outcome:
         """How much of the tolerance the next chunk's first round is to ask for, from the gaps that this one's has left."""
         if len(gap_K) < _ENOUGH:
             return
-        worst = float(gap_K.max())
-        if worst > tol and (worst := float(np.sort(gap_K)[-len(gap_K) // 100])) <= tol:
-            return  # a second round of one column in a hundred costs little
-        if 0.0 < worst < np.inf:
+        worst = min(float(gap_K.max()), _FARTHEST * tol)
+        if worst > 0.0:
             self.first = float(np.clip(self.first * _MARGIN * tol / worst, _LEAST_FIRST, _MOST_FIRST))
 
     def add_extras(self, extras: dict[str, Any]) -> None:

@@ -55,14 +55,13 @@ def test_a_named_backend_is_left_alone(lame):
 @pytest.mark.parametrize(
     "worst, others, expected",
     [
-        (2e-5, 1e-5, 0.6),  # five times better than asked for: much less will do
-        (5e-5, 1e-5, 0.25 * 0.7 * 2),
-        (9e-5, 1e-5, 0.25 * 0.7 / 0.9),
-        (1e-2, 5e-5, 0.25),  # one column in a hundred is cheaper to solve again
-        (1e-2, 4e-4, 0.25 * 0.7 / 4),
+        (1e-5, 1e-6, 0.4),  # far better than asked for: much less will do
+        (5e-5, 1e-5, 0.15 * 0.6 * 2),
+        (9e-5, 1e-5, 0.15 * 0.6 / 0.9),
+        (2e-4, 5e-5, 0.15 * 0.6 / 2),
         (1e-2, 1e-2, 0.03),
-        (np.inf, np.inf, 0.25),
-        (0.0, 0.0, 0.25),
+        (np.inf, 1e-5, 0.03),
+        (0.0, 0.0, 0.15),
     ],
 )
 def test_later_chunks_ask_for_what_earlier_ones_have_shown(worst, others, expected):
@@ -72,7 +71,7 @@ def test_later_chunks_ask_for_what_earlier_ones_have_shown(worst, others, expect
     gap_K[7] = worst
     outcome = Outcome(results=None)
     outcome.learn(gap_K[:60], 1e-4)
-    assert outcome.first == 0.25  # too few to tell
+    assert outcome.first == 0.15  # too few to tell
     outcome.learn(gap_K, 1e-4)
     assert outcome.first == pytest.approx(expected)
 

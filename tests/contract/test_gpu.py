@@ -102,7 +102,7 @@ def test_an_iteration_in_kernels_is_that_of_plain_operations_and_recorded_the_sa
     plain, kernels, graph = run(False, False), run(True, False), run(True, True)
     for names, one, two, three in zip("x r p rz gain active iterations".split(), plain, kernels, graph, strict=True):
         assert torch.equal(two, three), names
-        assert (one - two).norm() <= (1e-3 if kind == "bf16" else 1e-4) * one.norm(), names
+        assert (one - two).norm() <= (2e-2 if kind == "bf16" else 1e-4) * one.norm(), names
     assert kernels[-1][5] == 3 and kernels[-1][6] == 7
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
@@ -158,7 +158,7 @@ def test_the_audit_in_kernels_is_that_of_plain_operations(turned, monkeypatch):
     prepared = qprecon.prepare(h_NN, damping=0.01)
     problem = prepared.problem(w_NK, mask_NK)
     cert = prepared._at(problem.place).certificate
-    assert passes.fused(problem, new_NK) or not passes.TRITON
+    assert passes.fused(problem, new_NK[:, 2:130]) or not passes.TRITON
     kernels = audit(problem, cert, new_NK[:, 2:130], slice(2, 130))
     monkeypatch.setattr(passes, "TRITON", False)
     plain = audit(problem, cert, new_NK[:, 2:130], slice(2, 130))

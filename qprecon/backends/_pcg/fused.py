@@ -25,7 +25,7 @@ class Fused:
 
     def __init__(self, mask_NK: torch.Tensor, multiply: Any, apply: Any) -> None:
         self.mask_NK, self.multiply, self.apply = mask_NK.contiguous(), multiply, apply
-        self.split = isinstance(multiply, Split)
+        self.split = self.is_rough = isinstance(multiply, Split)
 
     def begin(self, r_NK: torch.Tensor, scalars: Any) -> torch.Tensor:
         """First direction p, a new array; sets rz and active."""

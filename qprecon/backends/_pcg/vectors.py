@@ -46,7 +46,7 @@ class Plain:
     mask_NK: Array
     multiply: Any
     apply: Any
-    takes_no_memory = False
+    takes_no_memory = is_rough = False
 
     def take(self, index: Array) -> Plain:
         """For some of the columns."""
