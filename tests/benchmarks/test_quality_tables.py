@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CARD = {"card": "a card", "date": "2026-11-29", "windows": 128, "seqlen": 2048, "split": "test", "seed": 0, "ingredients": []}
-CARD["eval_windows"] = None
+CARD = {
+    "card": "a card", "date": "2026-11-29", "windows": 128, "seqlen": 2048, "split": "test", "seed": 0, "ingredients": [],
+    "eval_windows": None,
+}  # fmt: skip
 
 
 def accuracy(average, stderr=0.004, limit=None):
