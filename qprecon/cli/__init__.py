@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except RankError as error:
         if not error.said:
-            print(f"qprecon {parsed.command}: error: {error}", file=sys.stderr)
+            print(f"qprecon {parsed.command}: error: {parsed.parser.in_flags(str(error))}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a collective that the lost rank left behind would keep this process
     except Exception as error:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         who = f"rank {launched_rank()}: " if is_grouped() and launched_rank() is not None else ""
         if is_grouped() or not is_silent():
-            print(f"qprecon {parsed.command}: error: {who}{_line(error)}", file=sys.stderr)
+            print(f"qprecon {parsed.command}: error: {who}{parsed.parser.in_flags(_line(error))}", file=sys.stderr)
         return BAD_INPUT
 
 

@@ -6,9 +6,12 @@ import argparse
 import difflib
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)$", re.DOTALL)
+# A word of Python's spelling; a full stop at its end is the sentence's.
+_VALUE = r"""(?:(?P<quote>["'])(?P<quoted>[^"']+)(?P=quote)|(?P<bare>[\w:%+-]+(?:\.[\w:%+-]+)*))"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,6 +28,14 @@ class Parser(argparse.ArgumentParser):
         end = "" if message.endswith("?") else "."
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{end} All there is: {self.prog} --help\n")
 
+    def in_flags(self, message: str) -> str:
+        """`message` with options as this command takes them: "--seqlen 512" for "seqlen=512"."""
+        for action in self._actions:
+            long = [flag for flag in action.option_strings if flag.startswith("--")]
+            if long:
+                message = re.sub(rf"(?<![\w.'\"-]){action.dest}={_VALUE}", partial(_as_flag, long), message)
+        return message
+
     def unknown(self, arguments: Sequence[str]) -> NoReturn:
         """End the process over arguments that nobody takes."""
         first = arguments[0]
@@ -32,6 +43,13 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{first!r} is one argument too many")
         known = [flag for action in self._actions for flag in action.option_strings]
         self.error(f"unknown flag {first}{did_you_mean(first.partition('=')[0], known)}")
+
+
+def _as_flag(flags: Sequence[str], found: re.Match[str]) -> str:
+    value = found["quoted"] or found["bare"]
+    if value == "True":
+        return flags[0]
+    return flags[-1] if value == "False" and len(flags) > 1 else f"{flags[0]} {value}"
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

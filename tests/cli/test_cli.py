@@ -180,7 +180,7 @@ def test_eval_prints_window_policy_and_text(folder, capsys):
         (["--sparsity", "nan"], "sparsity must be a number, got nan"),
         (["--damping", "nan"], "damping must be a number, got nan"),
         (["--targets", "lm_head"], "lm_head, which is not pruned"),
-        (["--seqlen", "2048", "--calib", "no/such/file"], "the model has 128 positions: use seqlen=128"),
+        (["--seqlen", "2048", "--calib", "no/such/file"], "the model has 128 positions: use --seqlen 128"),
         (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
         (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
         (["--mask", "sparsegpt", "--mask-option", "damping=abc"], "damping must be a number, got 'abc'"),
@@ -593,3 +593,25 @@ def test_the_home_of_nobody_is_a_name(line, folder, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert cli.main([word.format(model=folder / "model") for word in line.split()]) == 2
     assert "nobody-here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "expected"),
+    [
+        ("prune m o", "use seqlen=512.", "use --seqlen 512."),
+        ("prune m o", "group_size=64 or 96 fits all layers", "--group-size 64 or 96 fits all layers"),
+        ("prune m o", "give pattern=\"2:4\", damping=0.02", "give --pattern 2:4, --damping 0.02"),
+        ("prune m o", "resume=False starts over", "--no-resume starts over"),
+        ("prune m o", "the file's seqlen is 5; model.nsamples=4", "the file's seqlen is 5; model.nsamples=4"),
+        ("recover m d o", "give optimizer_state='host' or checkpointing=True", "give --optimizer-state host or --checkpointing"),
+    ],
+)
+def test_errors_name_options_as_the_command_takes_them(command, message, expected):
+    parser = cli._parser().parse_args(command.split()).parser
+    assert parser.in_flags(message) == expected
+
+
+def test_an_error_of_the_library_names_flags(folder, capsys):
+    line = ["eval", str(folder / "model"), "--text", str(folder / "calib.txt"), "--seqlen", "256", "--quiet"]
+    assert cli.main(line) == 2
+    assert "--seqlen 128" in capsys.readouterr().err

@@ -163,8 +163,8 @@ class PruneReport:
         if gaps := [row.stored_gap for row in self.layers if row.stored_gap is not None and math.isfinite(row.stored_gap)]:
             most, mean = max(gaps), math.fsum(gaps) / len(gaps)
             lines.append(
-                f"as stored, the error is at most {mean:.2%} above that of the best real-valued weights, on average over layers; "
-                f"{most:.2%} in the worst layer"
+                f"damped cost as stored: at most {mean:.2%} above that of the best real-valued weights, on average over layers; "
+                f"{most:.2%} in the worst layer (certified; the error without damping may rise by more)"
             )
         lines.append(", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
         lines += [f"note: {warning}" for warning in self.warnings]
@@ -188,10 +188,16 @@ class PruneReport:
         return f"PruneReport({len(self.layers)} layers, sparsity={self.sparsity:.4f}{gap}; print it for a summary)"
 
     def mean_error(self, which: str) -> float:
-        """The mean over layers of one of the three errors of a row."""
+        """The mean over layers of one of a row's errors: "error_masked", "error_updated" or "error_stored".
+
+        Raises ValueError for another word.
+        """
+        if which not in _ERRORS:
+            raise ValueError(f"which must be one of {', '.join(_ERRORS)}, got {which!r}")
         return math.fsum(getattr(row, which) for row in self.layers) / max(len(self.layers), 1)
 
 
+_ERRORS = tuple(each.name for each in dataclasses.fields(LayerRow) if each.name.startswith("error_"))
 _NUMBERS = tuple(each.name for each in dataclasses.fields(LayerRow) if each.type == "float")
 
 

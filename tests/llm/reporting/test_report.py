@@ -90,3 +90,15 @@ def test_what_is_no_report_is_named(tmp_path, text, culprit):
 def test_a_newer_field_is_no_fault(tmp_path):
     (tmp_path / REPORT_NAME).write_text(json.dumps(changed(("layers", 0, "swaps"), 3)))
     assert PruneReport.load(tmp_path) == REPORT
+
+
+def test_the_mean_error_of_another_word_is_refused():
+    assert REPORT.mean_error("error_stored") == pytest.approx(0.13)
+    with pytest.raises(ValueError, match=r"error_masked, error_updated, error_stored.*'stored'"):
+        REPORT.mean_error("stored")
+
+
+def test_the_bound_of_the_summary_is_about_the_damped_cost():
+    rows = (dataclasses.replace(ROW, stored_gap=0.02), dataclasses.replace(ROW, name="b", stored_gap=0.04))
+    (line,) = [line for line in dataclasses.replace(REPORT, layers=rows).summary().splitlines() if "real-valued" in line]
+    assert "damped cost" in line and "3.00%" in line and "4.00%" in line
