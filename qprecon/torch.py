@@ -50,9 +50,9 @@ def solve(
         return_solutions: also the ``Solution`` of each H, in the batch's order.
 
     Returns:
-        The weights, (…, N, K): of W's dtype, or float32 for one of 16 bits. NaN in columns whose W, rhs or bounds are not finite. On
-        bounds that hold a weight by no force at all the derivative is that of the free weight. `torch.compile` runs it outside its
-        graph; `torch.func` knows no rule for it (jax has `vmap`).
+        The weights, (…, N, K): of W's dtype, or float32 for one of 16 bits; NaN in columns whose W, rhs or bounds are not finite.
+        On bounds that hold a weight by no force at all the derivative is that of the free weight. `torch.compile` runs it outside
+        its graph; `torch.func` knows no rule for it (jax has `vmap`).
 
     Raises:
         ValueError: and the errors of ``qprecon.solve``. TypeError: H, W or a mask is no tensor. A RuntimeWarning says which weights
