@@ -219,7 +219,8 @@ def prepare(
         H: (N, N) = XᵀX, symmetric positive semidefinite; numpy, torch or jax. It is not copied: leave it unchanged.
         damping: δ ≥ 0, a ridge λ = δ · mean(diag H) towards the dense weights; 0.01 is usual.
         like: an array of the kind and on the device of the weights to come, where that is not H's own.
-        samples: how many rows X has, if known. Where they are much fewer than the kept inputs, pcg takes a tenth of the time.
+        samples: how many rows X has, if known. Where they are much fewer than the kept inputs, pcg takes a tenth to a third of
+            the time.
 
     Raises:
         ValueError: H is not square, not finite, not symmetric, or has a negative diagonal entry; damping is negative; samples

@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 import qprecon
-from benchmarks.layers.backends import DAMPING, environment
-from benchmarks.layers.backends import cases as all_cases
+from benchmarks.inputs.backend_cases import DAMPING
+from benchmarks.inputs.backend_cases import cases as all_cases
+from benchmarks.machine import environment
 from qprecon.arrays.linalg import column_dots
 from qprecon.backends import pcg
 from qprecon.backends._pcg import precondition

@@ -14,20 +14,15 @@ other processes disturb less; then BLAS must have one thread (OMP_NUM_THREADS=1)
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
-import importlib.util
 import itertools
 import json
 import os
 import pathlib
-import platform
 import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,15 +30,14 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the package and the benchmarks of this checkout
 
 import qprecon
-from benchmarks.inputs.problems import Synthetic, from_file, from_fixture
+from benchmarks.inputs.backend_cases import DAMPING, Case, cases
+from benchmarks.machine import environment
 from qprecon.contract import registry
 
 HERE = pathlib.Path(__file__).parents[1]
 RESULTS = HERE / "results"
 FILES = {"cpu": RESULTS / "backends_cpu.json", "cuda": RESULTS / "backends_gpu.json"}
 PROCESSOR = RESULTS / "backends_processor.json"
-FIXTURES = HERE.parent / "tests" / "fixtures" / "real"
-DAMPING = 0.01
 AUTO_FACTOR = 1.5
 _BUSY = 6.0  # times as long, on the wall, as the processor works for a process where others want it too
 _REST = {"cpu": 0.1, "cuda": 0.0}  # seconds before a timed run: where processors are metered, the next one pays for a burst
@@ -56,70 +50,6 @@ SETTINGS: dict[str, tuple[float, dict[str, dict[str, Any]]]] = {
 }
 """Name -> certified gap asked for, and the options of the backends that need some. "paper" is the paper's own setting for rAPDHG
 (raw scale, eps 0.01) and for Adam (20 steps a learning rate); the others are asked for 1e-2."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A named problem: ``series`` groups those whose cost grows in the order given; ``bounded`` adds −c ≤ ŵ ≤ c, ``rhs`` asks for
-    the outputs of other weights than W."""
-
-    name: str
-    series: str
-    source: Any  # Synthetic, or a fixture's path
-    bounded: bool = False
-    rhs: bool = False
-
-    def also(self, *, bounded: bool = False, rhs: bool = False) -> Case:
-        """The same with bounds, or an explicit right-hand side, or both."""
-        said = " and ".join(["rhs"] * rhs + ["bounds"] * bounded)
-        return Case(f"{self.name}, {said}", f"{self.series}, {said}", self.source, bounded, rhs)
-
-    def arguments(self, device: str) -> dict[str, Any]:
-        """H, W, mask and bounds: numpy on the CPU, torch on CUDA."""
-        if isinstance(self.source, Synthetic):
-            arrays = self.source.make(device)
-            arrays = arrays if device == "cuda" else tuple(x.numpy() for x in arrays)
-        else:
-            arrays = from_fixture(self.source) if "tests" in self.source.parts else from_file(self.source)
-            if device == "cuda":
-                import torch
-
-                arrays = tuple(torch.as_tensor(x, device=device) for x in arrays)
-        found = dict(zip(("H", "W", "mask"), arrays, strict=True))
-        if self.bounded:  # tight enough to be active at some weights of every column
-            limit = 2.0 * float(abs(found["W"]).mean())
-            found |= {"lower": -limit, "upper": limit}
-        if self.rhs:  # the outputs of weights a fifth of W's size away from W
-            found["rhs"] = found["H"] @ (found["W"] + 0.2 * _noise(found["W"]))
-        return found
-
-
-def _noise(weights_NK: Any) -> Any:
-    """Normal, of the weights' size, the same on every device."""
-    noise_NK = np.random.default_rng(1).standard_normal(tuple(weights_NK.shape)).astype(np.float32)
-    if not isinstance(weights_NK, np.ndarray):
-        import torch
-
-        noise_NK = torch.as_tensor(noise_NK, device=weights_NK.device)
-    return noise_NK * float(weights_NK.std())
-
-
-def cases(device: str, processor: bool = False) -> list[Case]:
-    """The problems: layers of K = N on a GPU, of 256 outputs on a CPU; real layers; and these with bounds, rhs and both.
-
-    processor: the small ones of each kind.
-    """
-    sizes = (256, 512, 1024, 2048, 4096)
-    wide = lambda n: n if device == "cuda" else 256  # noqa: E731
-    named = lambda n, power, kind, share: Synthetic(f"{n}x{wide(n)} {kind}", n, wide(n), power, share)  # noqa: E731
-    easy = [Case(spec.name, "easy", spec) for spec in (named(n, 1.0, "easy 50%", 0.5) for n in sizes)]
-    hard = [Case(spec.name, "hard", spec) for spec in (named(n, 1.5, "hard 60%", 0.6) for n in (1024,))]
-    small = [Case(spec.name, "small", spec) for spec in (Synthetic("128x128 easy 50%", 128, 128, 1.0, 0.5),)]
-    real = [Case(path.stem, path.stem, path) for path in sorted(FIXTURES.glob("*.npz"))]
-    few = [small[0], *easy[:2], *(case for case in real if case.name in ("smollm2_0_o_proj", "gemma3_8_gate_proj"))]
-    kinds = ({"bounded": True}, {"rhs": True}, {"rhs": True, "bounded": True})
-    more = [case.also(**kind) for case in few for kind in kinds]
-    return [*few, *more] if processor else [*small, *easy, *hard, *real, *more]
 
 
 class Results:
@@ -306,29 +236,6 @@ def condition(case: Case, device: str) -> float:
 
     low, high = extreme_eigenvalues(torch.as_tensor(case.arguments(device)["H"]), DAMPING)
     return float(f"{high / low:.2g}")
-
-
-@functools.cache
-def environment(device: str) -> dict[str, Any]:
-    """Device, date and versions."""
-    names = ("torch", "jax", "mpax", "osqp", "piqp", "clarabel", "moreau", "cvxpy", "numpy", "scipy")
-    versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name) is not None}
-    if device == "cuda":
-        import torch
-
-        where = torch.cuda.get_device_name()
-    else:
-        threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-        where = f"{threads} CPU thread{'s' * (threads != '1')}, {processor()}"
-    return {"device": where, "versions": {"qprecon": qprecon.__version__, **versions}, "date": datetime.date.today().isoformat()}
-
-
-def processor() -> str:
-    """The processor's name."""
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def check_auto(rows: list[dict[str, Any]]) -> list[str]:

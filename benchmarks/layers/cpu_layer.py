@@ -27,8 +27,9 @@ import scipy.linalg
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the package and the benchmarks of this checkout
 
 import qprecon
+from benchmarks.inputs.backend_cases import FIXTURES
 from benchmarks.inputs.problems import from_file, from_fixture
-from benchmarks.layers.backends import FIXTURES, processor
+from benchmarks.machine import processor
 
 DAMPING, TOL, SPARSITY = 0.01, 1e-4, 0.5
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "cpu_layer.json"

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import scipy.linalg.blas
 import torch
 
-from benchmarks.layers.backends import environment
+from benchmarks.machine import environment
 from qprecon.data import sums
 
 RESULT = Path(__file__).parents[1] / "results" / "gram_cpu.json"

@@ -182,11 +182,10 @@ def result(bench: Bench, case: Any, seconds: float) -> dict:
     """What is measured of the model as it is now."""
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()  # other processes may want it
-    texts = [*(case.calibration or "").split("+"), *((CODE,) if bench.arguments.code else ())]
-    parts = ("train", *((case.split,) if bench.arguments.code else ())) if CODE in texts else ()
+    sources = (case.calibration or "").split("+")
+    parts = [part for part, used in (("train", CODE in sources), (case.split, bench.arguments.code)) if used]
     return {
-        "perplexity": bench.perplexity(case), **bench.accuracy(),
-        "seconds": None if bench.arguments.shared else round(seconds, 2), "card": card(bench),
+        "perplexity": bench.perplexity(case), "seconds": None if bench.arguments.shared else round(seconds, 2), "card": card(bench),
         "date": datetime.date.today().isoformat(), "versions": versions(),
         **({"code": {part: describe_code(part) for part in parts}} if parts else {}),
     }  # fmt: skip

@@ -25,7 +25,7 @@ import torch
 import transformers
 
 from benchmarks.inputs.random_models import SHAPES, write_random_model
-from benchmarks.layers.backends import processor
+from benchmarks.machine import processor
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
 

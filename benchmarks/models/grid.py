@@ -58,7 +58,7 @@ def measure(bench: Bench, case: GridCase) -> dict:
         "stored_gap": sum(gaps) / len(gaps) if gaps and max(gaps) < float("inf") else None,
         "phases": phases,
     }  # fmt: skip
-    return identity(bench, case) | facts | result(bench, case, seconds)
+    return identity(bench, case) | facts | result(bench, case, seconds) | bench.accuracy()
 
 
 def bits(rows: Sequence, case: GridCase) -> float:

@@ -28,16 +28,16 @@ from qprecon.llm.model.loading import load_causal_lm
 def measure(bench: Bench, case: Case, recovering: str) -> Iterator[dict]:
     """The case's rows, each as soon as it is known: the pruned model and, if asked for, the recovered one.
 
-    recovering: "no", "both" or "only".
+    Each comes again with accuracies, if they are asked for. recovering: "no", "both" or "only".
     """
     if case.pattern == DENSE:
         bench.restore()
-        yield identity(bench, case, False) | result(bench, case, 0.0) | {"sparsity": 0.0}
+        yield from scored(bench, identity(bench, case, False) | result(bench, case, 0.0) | {"sparsity": 0.0})
         return
     report, seconds, phases = pruned(bench, case)
     more = {"sparsity": report.sparsity}
     if recovering != "only":
-        yield identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases} | more
+        yield from scored(bench, identity(bench, case, False) | result(bench, case, seconds) | {"phases": phases} | more)
     if recovering != "no":
         from qprecon.llm import recover
 
@@ -47,7 +47,14 @@ def measure(bench: Bench, case: Case, recovering: str) -> Iterator[dict]:
         wait(bench)
         seconds += time.perf_counter() - started
         del dense
-        yield identity(bench, case, True) | result(bench, case, seconds) | more
+        yield from scored(bench, identity(bench, case, True) | result(bench, case, seconds) | more)
+
+
+def scored(bench: Bench, row: dict) -> Iterator[dict]:
+    """The row of the model as it is, then with the tasks' accuracies, which take longer than all before."""
+    yield row
+    if accuracy := bench.accuracy():
+        yield row | accuracy
 
 
 def identity(bench: Bench, case: Case, recovered: bool) -> dict:

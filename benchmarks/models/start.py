@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.layers.backends import environment
+from benchmarks.machine import environment
 
 HERE = Path(__file__).resolve().parents[2]
 RESULT = HERE / "benchmarks" / "results" / "start_cpu.json"

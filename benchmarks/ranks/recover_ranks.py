@@ -1,8 +1,7 @@
 """Recovery on one rank and on several of the same host, through FSDP2: time of a step, memory, and whether the answers agree.
 
     python benchmarks/ranks/recover_ranks.py --model llama-3.2-1b --ranks 1 2 --workdir /tmp/models
-    python benchmarks/ranks/recover_ranks.py --model tiny --ranks 1 2 --device cuda:0        (two processes on one card, by Gloo)
-    python benchmarks/ranks/recover_ranks.py --model tiny --ranks 1 2 3 --device cpu         (a try on any computer)
+    python benchmarks/ranks/recover_ranks.py --model tiny --ranks 1 2 3 --device cpu              (a try on any computer)
 
 A random model of the named shape is written first, and a copy of it whose smallest half of every layer's weights is zero. Each run
 goes from disk to disk, with the same windows and the same batch. torchrun starts the processes once: each does a step on its own
@@ -54,8 +53,7 @@ def main() -> None:
     result = {
         "model": dense.name, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "windows": arguments.windows, "seqlen": arguments.seqlen, "batch": arguments.batch, "passes": arguments.passes,
-        "torch": torch.__version__, "cards": arguments.device or "one a rank",
-        "optimizer_state": arguments.optimizer_state, "runs": runs,
+        "torch": torch.__version__, "optimizer_state": arguments.optimizer_state, "runs": runs,
     }  # fmt: skip
     path = Path(arguments.out_json)
     known = json.loads(path.read_text()) if path.is_file() else []
@@ -71,7 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--passes", type=int, default=1)
-    parser.add_argument("--device", help="cpu, or a card that all ranks share; by default each has its own")
+    parser.add_argument("--device", help="cpu; by default each rank has its own card")
     parser.add_argument("--optimizer-state", default="auto", help="as `recover` takes it")
     parser.add_argument("--workdir", default="/tmp/qprecon-recover", help="for models, random and recovered")
     parser.add_argument("--out-json", default="benchmarks/results/recover_ranks.json", help="the runs are appended to this list")
@@ -148,7 +146,7 @@ def _recovered(
     if cuda:
         torch.cuda.set_device(device)
     if store is not None and size > 1:
-        backend = "nccl" if arguments.device is None and cuda else "gloo"
+        backend = "nccl" if cuda else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     vocabulary = transformers.AutoConfig.from_pretrained(dense).vocab_size
     count = arguments.windows if store is not None else 2

@@ -96,7 +96,7 @@ def memory(shape: Shape, ranks: int) -> dict[str, float]:
     at_work = max(14 * n**2 + 80 * min(n * k, 2**25 if ranks == 1 else 2**24) + 12 * n * k for n, k, _ in shape.groups)
     held = {
         "activations": 2 * TOKENS * shape.hidden / ranks,
-        "block, the one before and the one after": 3 * 2 * shape.block_parameters,
+        "block, and the one after": 2 * 2 * shape.block_parameters,
         "Gram matrices": 4 * sum(n**2 for n, _, _ in shape.groups),
         "factors, a chunk of columns and its layers": at_work,
     }

@@ -326,7 +326,7 @@ def few_tokens() -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    note = f"{rows[0]['columns']} columns, set-up included; {rows[0]['threads']} threads of {rows[0]['device']}"
+    note = f"{rows[0]['columns']} columns, set-up included; seconds that one thread of {rows[0]['device']} worked"
     head = ["layer", "`samples=` given", "iterations", "largest gap", "seconds"]
     return table(head, body) + f"\n\n{note}; {rows[0]['date']}."
 

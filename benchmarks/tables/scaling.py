@@ -27,7 +27,7 @@ def pruning() -> str:
     rows = []
     for result in rows_of("scaling"):
         first = result["runs"][0]
-        settings = ", ".join(f"{name}={value}" for name, value in result["settings"].items()) or "preset=fast"
+        settings = settings_of(result)
         for run in result["runs"]:
             against = run.get("against_first")
             rows.append([
@@ -50,10 +50,50 @@ def pruning() -> str:
     return f"{body}\n\n{'; '.join(conditions)}."
 
 
+def settings_of(result: dict[str, Any]) -> str:
+    """In words."""
+    return ", ".join(f"{name}={value}" for name, value in result["settings"].items()) or "preset=fast"
+
+
 def per_block(run: dict[str, Any], result: dict[str, Any]) -> float:
     """Seconds of a block beside the disk: without what a run does once, which weighs less the more blocks there are."""
     once = sum(run["phase_seconds"].get(phase, 0.0) for phase in ("load", "capture"))
     return (run["seconds_beside_io"] - once) / int(re.search(r"(\d+) blocks", result["model"])[1])
+
+
+def phases() -> str:
+    """What each phase takes on one rank and on each of two: what does not come down to half, the largest excess first."""
+    rows = []
+    for result in rows_of("scaling"):
+        one, two = result["runs"][0], result["runs"][1]
+        if "8b" not in result["model"]:
+            continue
+        names = [name for name in one["phase_seconds"] if name != "save"]
+        own = {name: [facts["phase_seconds"].get(name, 0.0) for facts in two["by_rank"]] for name in names}
+        excess = {name: own[name][0] - one["phase_seconds"][name] / 2 for name in names}
+        rows += [
+            [
+                settings_of(result), name, f"{one['phase_seconds'][name]:.2f}", *(f"{seconds:.2f}" for seconds in own[name]),
+                f"{excess[name]:+.2f}",
+            ]
+            for name in sorted(names, key=lambda name: -excess[name])
+        ]  # fmt: skip
+    return table(["settings", "phase", "one rank, s", "rank 0 of two", "rank 1 of two", "rank 0 above half"], rows)
+
+
+def turns() -> str:
+    """Ranks that took turns on one card."""
+    rows = []
+    for result in rows_of("scaling_turns"):
+        first = result["runs"][0]
+        for run in result["runs"]:
+            rows.append([
+                result["model"].replace(", random weights", ""), settings_of(result), str(run["ranks"]),
+                f"{run['seconds_beside_io']:.1f}", f"{first['seconds_beside_io'] / run['seconds_beside_io']:.2f}",
+                f"{per_block(run, result):.2f}", f"{per_block(first, result) / per_block(run, result):.2f}", peaks(run),
+            ])  # fmt: skip
+    head = ["model", "settings", "ranks", "beside the disk, s", "times as fast", "a block, s", "a block, times as fast"]
+    return table([*head, "peak GB a rank"], rows) if rows else "Not measured yet."
 
 
 def one_card() -> str:
@@ -151,7 +191,7 @@ def sizes() -> str:
 SECTIONS = {
     "scaling, sizes": sizes,
     "scaling, measured": pruning, "scaling, one card": one_card, "scaling, recovery": recovery, "scaling, block": scaling_block,
-    "scaling, models": scaling,
+    "scaling, models": scaling, "scaling, phases": phases, "scaling, turns": turns,
 }  # fmt: skip
 
 

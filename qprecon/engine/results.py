@@ -60,9 +60,13 @@ class Results:
         for name in _NAMES:
             getattr(self, name)[columns] = getattr(part, name)
 
-    def unfinished(self, tol: float) -> np.ndarray:
-        """Indices of the columns that no limit stopped, whose input is sound, and whose certified gap exceeds ``tol``."""
-        stopped = np.isin(self.status, np.array([Status.INVALID_INPUT, *LIMITS.values()], dtype=object))
+    def unfinished(self, tol: float, own_limits: bool) -> np.ndarray:
+        """Indices of the columns that no limit stopped, whose input is sound, and whose certified gap exceeds ``tol``.
+
+        own_limits: a limit of iterations is the backend's own, not the caller's, and stops nobody else.
+        """
+        ends = [Status.INVALID_INPUT, Status.TIME_LIMIT, *([] if own_limits else [Status.ITERATION_LIMIT])]
+        stopped = np.isin(self.status, np.array(ends, dtype=object))
         return np.flatnonzero(~stopped & ~(self.relative_gap <= tol))
 
 

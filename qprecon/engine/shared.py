@@ -11,12 +11,14 @@ import numpy as np
 from ..arrays.interop import Array, cast, to_library
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, fitting_threads, upper_inverse_factor
 from ..arrays.memory import out_of_memory
-from ..contract.interface import SolveChunk, System
+from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ..contract.registry import Loaded
 from ..errors import BackendBrokenError
 from ..problem.hessian import Hessian
 from ..problem.scaling import Scaling, layer_scaling
 from ..proof.factor import Certificate, certificate
+
+_FLOATS = ("weights_NK", "start_NK", "residual_NK", "linear_NK", "lower_NK", "upper_NK")  # of a chunk, in the backend's dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,20 @@ class Shared:
             kept = self._setups[key]
         fresh = getattr(kept.solve_chunk, "fresh", None)  # one that learns from chunk to chunk begins anew in each solve
         return replace(kept, solve_chunk=fresh()) if fresh else kept
+
+    def setup_in(self, loaded: Loaded, dtype: str) -> BackendSetup:
+        """``setup``; a backend that lacks the dtype works in its own, and what it answers is rounded before it is audited."""
+        own = loaded.capabilities.dtypes
+        if dtype in own:
+            return self.setup(loaded, dtype)
+        kept = self.setup(loaded, own[-1])
+
+        def solve_chunk(chunk: Chunk) -> RawColumns:
+            arrays = {name: getattr(chunk, name) for name in _FLOATS if getattr(chunk, name) is not None}
+            raw = kept.solve_chunk(replace(chunk, **{name: cast(array, own[-1]) for name, array in arrays.items()}))
+            return replace(raw, weights_NK=cast(raw.weights_NK, dtype))
+
+        return replace(kept, solve_chunk=solve_chunk, dtype=dtype)
 
     def inverse_factor(self, damping: float, dtype: str) -> Array:
         """U, upper triangular (N, N), with UᵀU = (H + λI)⁻¹ and λ = damping · mean(diag H), or 1 where H is 0.

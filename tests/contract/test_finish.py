@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import qprecon
-from qprecon.backends import pcg
+from qprecon.backends import admm, pcg
+from qprecon.engine import solving
+from tests.contract.families import real_problem
 
 
 def _problem():
@@ -47,3 +49,77 @@ def test_a_named_backend_is_left_alone(lame):
     solution = qprecon.solve(*_problem(), "pcg", damping=0.01)
     assert (~solution.optimal).sum() == 5
     assert set(solution.status[~solution.optimal]) <= {qprecon.Status.INACCURATE, qprecon.Status.FELL_BACK}
+
+
+def _bounded(dtype):
+    """A problem on which ADMM, which stops after three iterations here, certifies next to nothing."""
+    h_NN, w_NK, mask_NK = _problem()
+    limit = 1.5 * float(w_NK.abs().mean())
+    return {
+        "H": h_NN[:60, :60].to(dtype), "W": w_NK[:60, :30].to(dtype), "mask": mask_NK[:60, :30], "lower": -limit, "upper": limit,
+        "damping": 0.01,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """ADMM with a limit of its own that it runs into."""
+    monkeypatch.setattr(admm, "_ITERATION_LIMIT", 3)
+    monkeypatch.setattr(solving, "_patience", lambda task, limits, last: limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("convert", [lambda x: x, lambda x: np.asarray(x) if torch.is_tensor(x) else x], ids=["torch", "numpy"])
+@pytest.mark.parametrize("finisher", ["piqp", "clarabel"])
+def test_auto_finishes_what_admm_leaves_with_an_interior_point_method(short, monkeypatch, finisher, convert, dtype):
+    pytest.importorskip(finisher)
+    monkeypatch.setattr(solving, "_WITH_BOUNDS", (finisher,))
+    problem = {name: convert(value) for name, value in _bounded(dtype).items()}
+    solution = qprecon.solve(**problem, tol=1e-6)
+    assert solution.optimal.all()
+    said = solution.provenance.automatic["finished by"]
+    assert said.startswith(finisher) and int(said.split()[1]) > 10
+    weights_NK, mask_NK = np.asarray(solution.weights), np.asarray(problem["mask"])
+    assert weights_NK.dtype == np.asarray(problem["W"]).dtype  # what was certified is what is returned
+    assert not weights_NK[~mask_NK].any() and (abs(weights_NK.astype(np.float64)) <= problem["upper"]).all()
+    reference = qprecon.solve(**{name: convert(value) for name, value in _bounded(torch.float64).items()}, backend="osqp", tol=1e-9)
+    np.testing.assert_allclose(solution.objective, reference.objective, rtol=3e-6)
+
+
+def test_with_bounds_nobody_finishes_where_the_caller_set_the_limit_or_nothing_is_installed(short, monkeypatch):
+    pytest.importorskip("piqp")
+    limited = qprecon.solve(**_bounded(torch.float64), tol=1e-6, max_iterations=3)
+    assert "finished by" not in limited.provenance.automatic and (limited.status == qprecon.Status.ITERATION_LIMIT).any()
+    monkeypatch.setattr(solving, "_WITH_BOUNDS", ())
+    assert not qprecon.solve(**_bounded(torch.float64), tol=1e-6).optimal.all()
+
+
+def test_with_bounds_a_large_rest_is_left(short, monkeypatch):
+    """An interior-point method factors each column's block in every iteration."""
+    monkeypatch.setattr(solving, "_INTERIOR_WORK", 1e5)
+    assert "finished by" not in qprecon.solve(**_bounded(torch.float64), tol=1e-6).provenance.automatic
+
+
+def _hard():
+    """A real layer on which ADMM takes thousands of iterations, float32."""
+    arguments = real_problem("smollm2_0_o_proj", columns=24).arguments("float32")
+    limit = 2.0 * float(abs(arguments["W"]).mean())
+    return arguments | {"lower": -limit, "upper": limit}
+
+
+def test_admm_is_given_no_more_than_the_other_would_take():
+    pytest.importorskip("piqp")
+    solution = qprecon.solve(**_hard(), tol=1e-6)
+    assert solution.optimal.all() and solution.provenance.automatic["finished by"].startswith("piqp")
+    assert max(solution.iterations) < 576
+
+
+def test_where_the_other_fails_admm_goes_on(monkeypatch):
+    piqp = pytest.importorskip("qprecon.backends.piqp")
+    monkeypatch.setattr(piqp, "_solve", lambda given: (None, "numerical trouble", 1))
+    solution = qprecon.solve(**_hard(), tol=1e-4)
+    assert solution.optimal.all() and max(solution.iterations) > 576
+
+
+def test_a_named_admm_is_left_alone(short):
+    assert not qprecon.solve(**_bounded(torch.float64), backend="admm", tol=1e-6).optimal.all()

@@ -47,8 +47,13 @@ class BlockInputs:
         return run_block(block, own_copy(self.hidden[sample], self.device), self.calls[index][sample])
 
     def copied(self) -> BlockInputs:
-        """The same with hidden states of its own; arguments are shared."""
-        hidden = [torch.empty_like(each, pin_memory=each.is_pinned()).copy_(each) for each in self.hidden]
+        """Another stream of the same hidden states, in which each is replaced as that stream goes on; arguments are shared.
+
+        Tensors are shared until then, but for those in the host's memory that a GPU's outputs are written over.
+        """
+        hidden = list(self.hidden)
+        if self.store.type == "cpu" and self.device.type == "cuda":
+            hidden = [torch.empty_like(each, pin_memory=each.is_pinned()).copy_(each) for each in hidden]
         return replace(self, hidden=hidden, advanced=dict(self.advanced))
 
     def part(self, samples: range) -> BlockInputs:

@@ -157,7 +157,8 @@ def open_source(
         return MemoryBlocks(found.model, plan.blocks, device, log, journal, compute)
     if not ranks.first:
         folder, entries = ranks.gathered(None)[0]
-        return FollowedBlocks(found.model, found.shards, plan.blocks, device, FollowedJournal(folder, entries), log, compute)
+        followed = FollowedJournal(folder, entries)
+        return FollowedBlocks(found.model, found.shards, plan.blocks, device, followed, log, compute, ranks.busy)
     # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
     of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
     fingerprint = {
@@ -174,7 +175,7 @@ def open_source(
     with ranks.busy():  # what an earlier run has finished is read
         journal = Journal.begin(partial_folder(out), fingerprint, resume)
         restore(out)
-        source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log, compute)
+        source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log, compute, ranks.busy)
     try:
         ranks.gathered((journal.folder, finished_entries(source)))
     except BaseException:

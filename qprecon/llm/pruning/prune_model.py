@@ -105,7 +105,8 @@ def prune_model(
             raise ValueError("save_masks writes them into `out`, and there is none: give out=…")
         ranks = replace(ranks, fixed=recipe.fixed_order)
         log = RunLog(progress if ranks.first else False, notes=recipe.without_effect())
-        return _pruned(model, calibration, recipe, tokenizer, _Where(out, device, store, resume, save_masks), log, ranks)
+        with ranks.computing(device):
+            return _pruned(model, calibration, recipe, tokenizer, _Where(out, device, store, resume, save_masks), log, ranks)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from qprecon.llm.ranks.meeting import Meeting
 
 Result = TypeVar("Result")
 
-TIMEOUT = 60.0  # seconds
+TIMEOUT = 50.0  # seconds, so that a run ends within a minute
+_AT_WORK = 0.02  # of the time: a process that hangs takes less, and one that computes on a crowded host takes more
 
 
 @dataclass
@@ -72,8 +73,15 @@ class Ranks:
         return self.gathered(found)[0]
 
     def busy(self) -> AbstractContextManager[None]:
-        """While open, the others wait for this rank as long as its process lives."""
+        """While open, the others wait for this rank as long as its process lives: for what one does for all, and for slow disks."""
         return nullcontext() if self.meeting is None else self.meeting.busy()
+
+    def computing(self, device: torch.device) -> AbstractContextManager[None]:
+        """While open, the others wait for this rank as long as its processor is busy, if that is what computes.
+
+        A layer may take minutes there, and longer than was estimated when it was dealt out. One that hangs takes no time.
+        """
+        return nullcontext() if self.meeting is None or device.type != "cpu" else self.meeting.busy(_Effort().goes_on)
 
     def begin_sum_(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Begin to replace each tensor by its sum over the ranks, which have met just before; what is returned waits for it.
@@ -135,6 +143,17 @@ class Ranks:
             "rank": self.rank, "host": socket.gethostname(), "device": str(device), "card": card, "peak_gpu_bytes": peak,
             "bytes_reduced": self.traffic.reduced, "bytes_broadcast": self.traffic.broadcast, "seconds_waiting": waited,
         }  # fmt: skip
+
+
+class _Effort:
+    """Whether this process has computed since the last look."""
+
+    def __init__(self) -> None:
+        self.before = time.process_time(), time.monotonic()
+
+    def goes_on(self) -> bool:
+        last, self.before = self.before, (time.process_time(), time.monotonic())
+        return self.before[0] - last[0] > _AT_WORK * (self.before[1] - last[1])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,10 +76,10 @@ class Meeting:
         return b"".join(self.store.get(part) for part in json.loads(self.store.get(self._key(rank))))
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """While open, the others wait for this rank as long as its process lives: for work that one rank does for all."""
+    def busy(self, at_work: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """While open, the others wait for this rank as long as its process lives and, when it is looked at, is `at_work`."""
         done = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(done,), daemon=True)
+        thread = threading.Thread(target=self._beat, args=(done, at_work), daemon=True)
         thread.start()
         try:
             yield
@@ -87,10 +87,11 @@ class Meeting:
             done.set()
             thread.join()
 
-    def _beat(self, done: threading.Event) -> None:
+    def _beat(self, done: threading.Event, at_work: Callable[[], bool]) -> None:
         while not done.wait(self.timeout / 5):
             try:
-                self.store.add(f"beat {self.rank}", 1)
+                if at_work():
+                    self.store.add(f"beat {self.rank}", 1)
             except Exception:  # the store went with another process, which is found at the next meeting
                 return
 
@@ -127,7 +128,7 @@ class Meeting:
             if (now := time.monotonic()) - looked > min(_LOOK, self.timeout / 10):
                 looked = now
                 self.check()
-                if self._signs_of_life(ranks):
+                if self._signs_of_life(self._missing(self._key("{}"), ranks)):
                     deadline = now + self.timeout
             if now > deadline:
                 missing = self._missing(self._key("{}"), ranks)

@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 _LEAST_TORCH = (2, 7)  # whose fully_shard can leave parameters out; one process needs none of what is imported below
 
 
+def check_exchange(device: torch.device) -> None:
+    """ValueError where FSDP2's collectives would end the processes: those of Gloo crash on tensors that are on a GPU.
+
+    All ranks must have met. https://github.com/pytorch/pytorch/issues/152645
+    """
+    if device.type == "cuda" and "cuda:gloo" in distributed.get_backend_config():
+        raise ValueError(
+            "several ranks recover on GPUs through NCCL, with a card for each; this process group is Gloo's, whose collectives for "
+            "parts of tensors crash on GPUs. Start it with backend 'nccl', or give device='cpu'"
+        )
+
+
 @contextmanager
 def mesh_of_all(device: torch.device, timeout: float, host: bool = False) -> Iterator[DeviceMesh]:
     """All ranks in a row, with a process group of their own. ImportError where torch is too old.
@@ -36,7 +48,8 @@ def mesh_of_all(device: torch.device, timeout: float, host: bool = False) -> Ite
         raise ImportError(f"several ranks recover through FSDP2, which needs torch 2.7 or newer; this is {torch.__version__}")
     from torch.distributed.device_mesh import DeviceMesh
 
-    both = "cpu:gloo,cuda:nccl" if host and "nccl" in distributed.get_backend() else None
+    known = distributed.get_backend_config()
+    both = f"cpu:gloo,{known}" if host and "cpu:" not in known else None
     patience = timedelta(seconds=timeout if device.type == "cpu" else 2 * timeout + 60)
     group = distributed.new_group(timeout=patience, backend=both)
     yield DeviceMesh.from_group(group, device.type)

@@ -18,7 +18,8 @@ from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.pruning.plan import calibration_samples
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
-from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with
+from qprecon.llm.ranks.sharding import check_exchange
+from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
@@ -94,7 +95,8 @@ def recover(
         recovery, log = _as_recovery(settings), RunLog(progress if ranks.first else False)
         RecoveryRun(save_steps=save_steps, rank_timeout=rank_timeout)
         where = _Where(out, device, resume, save_masks, save_steps)
-        return _run(model, dense, calibration, masks, tokenizer, recovery, where, log, ranks)
+        with ranks.computing(device):
+            return _run(model, dense, calibration, masks, tokenizer, recovery, where, log, ranks)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def _run(
 ) -> RecoveryReport:  # fmt: skip
     """`recover` on one of the ranks."""
     out, device = where.out, where.device
+    if ranks.size > 1:
+        check_exchange(device)
     with log.phase("load"):
         for each in (model, dense) if out is not None else ():
             check_apart(each, out)
@@ -131,7 +135,7 @@ def _run(
         # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
         samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(pair.model, *text)])
         training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
-        rate = recovery.lr or default_rate(pair.model.get_input_embeddings().embedding_dim)
+        rate = recovery.lr or default_rate(weight_size(pair.dense, selected.pruned))
         schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
         task = Task(pair, selected, samples, aside, schedule, device)
         journal = None

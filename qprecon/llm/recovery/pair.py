@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +100,27 @@ def _check_alike(model: nn.Module, dense: nn.Module) -> None:
 
 def check_dense(dense: nn.Module, pruned: Sequence[LinearView]) -> None:
     """ValueError where the dense model has as many zeros in the pruned layers as a pruned one: names in the wrong order."""
-    names = {view.name for view in pruned}
-    views = [view for block in find_blocks(dense) for view in find_linears(block, model=dense).views if view.name in names]
+    views = _same(dense, pruned)
     total = sum(view.n_inputs * view.n_outputs for view in views)
     zeros = total - sum(int(torch.count_nonzero(own_part(view, view.parameter.detach()))) for view in views)
     if zeros > _MOST_ZEROS * total:
         raise ValueError(f"dense: {zeros / total:.0%} of its weights in the pruned layers are zero, so it is no dense model")
+
+
+def weight_size(dense: nn.Module, pruned: Sequence[LinearView]) -> float:
+    """The root mean square of a layer's dense weights: the median over the layers that are pruned."""
+    parts = [own_part(view, view.parameter.detach()) for view in _same(dense, pruned)]
+    return statistics.median(float(torch.linalg.vector_norm(each, dtype=_wide(each))) / each.numel() ** 0.5 for each in parts)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _same(dense: nn.Module, pruned: Sequence[LinearView]) -> list[LinearView]:
+    """The dense model's layers of the same names."""
+    names = {view.name for view in pruned}
+    return [view for block in find_blocks(dense) for view in find_linears(block, model=dense).views if view.name in names]
 
 
 def identity(source: Any, model: nn.Module) -> Any:

@@ -40,7 +40,7 @@ class Recovery:
     )  # fmt: skip
     passes: int = option(8, "how often all windows are used", TRAINING, least=1)
     batch: int = option(8, "windows a step", TRAINING, least=1)
-    lr: float | None = option(None, "peak learning rate of AdamW", TRAINING, default="0.25 / hidden size, at most 5e-4")
+    lr: float | None = option(None, "peak learning rate of AdamW", TRAINING, default="0.0023 of the weights' root mean square")
     warmup: float = option(
         0.05, "share of the steps in which the learning rate rises; then it falls along a cosine", TRAINING, least=0,
         metavar="SHARE",
@@ -115,7 +115,7 @@ class RecoveryRun:
     progress: bool | str = option("bar", "on stderr: a bar, lines of JSON, or nothing", RUN, choices=("bar", "json", "quiet"))
     resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
     rank_timeout: float = option(
-        60.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
+        50.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
         metavar="SECONDS",
     )  # fmt: skip
     save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)

@@ -38,7 +38,7 @@ class Run:
     )
     resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
     rank_timeout: float = option(
-        60.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
+        50.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
         metavar="SECONDS",
     )  # fmt: skip
     save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)

@@ -31,6 +31,7 @@ TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, t
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
 COST_BINS, _LOWEST, _WIDTH = 4096, -160.0, 1 / 16  # of log2(w²·energy)
 _WITHOUT = "use preset='fast', or token_weights=0, output_weights=0 and allocation='uniform', which need none"
+HEAD_ENTRIES = 1 << 27  # of the logits that are there at once, of which several float32 copies are: 2 GB in all
 _FLOAT16_SCALE = 1024.0  # of the loss: many gradients are below float16's smallest numbers
 
 
@@ -128,9 +129,11 @@ def _put_head_gradients(
 ) -> None:  # fmt: skip
     """In place of what the last block returns for each sample, the gradient of the summed loss with respect to it.
 
-    In place, since each of the two takes gigabytes.
+    In place, since each of the two takes gigabytes. What comes after the last block looks at each token by itself, so that a window
+    whose logits are large goes through it in pieces.
     """
-    final = len(source.blocks) - 1
+    final, vocabulary = len(source.blocks) - 1, source.model.get_input_embeddings().num_embeddings
+    tokens_a_piece = max(HEAD_ENTRIES // vocabulary, 1)
     coming, words = iter(windows), 1 + max(int(window.max()) for window in windows)
     given: list[torch.Tensor] = []  # what the last block is to return
 
@@ -142,24 +145,36 @@ def _put_head_gradients(
     with source.outside(), replaced_forwards(source.blocks, instead):
         for sample, hidden in enumerate(last):
             parts: list[torch.Tensor] = []
-            losses: list[torch.Tensor] = []
             for row in hidden.to(inputs.device).split(1):  # the logits of one window are large enough
                 numbers = next(coming).reshape(1, -1).to(inputs.device)
-                given[:] = [row.detach().requires_grad_()]
-                with torch.enable_grad():
-                    logits = _logits(source.model, numbers, words)
-                    loss = nn.functional.cross_entropy(logits[0, :-1].float(), numbers[0, 1:], reduction="sum")
-                    losses.append(loss.detach())
-                    scale = _FLOAT16_SCALE if row.dtype == torch.float16 else 1.0
+                followers = torch.cat([numbers[0, 1:], numbers.new_full((1,), -100)])  # nothing is known to follow the last token
+                pieces = zip(row.split(tokens_a_piece, dim=1), numbers.split(tokens_a_piece, dim=1), strict=True)
+                gradient = torch.empty_like(row)
+                for (piece, own), wanted, result in zip(
+                    pieces, followers.split(tokens_a_piece), gradient.split(tokens_a_piece, dim=1), strict=True
+                ):
+                    given[:] = [piece.detach().requires_grad_()]
                     with _explained(source.blocks[final].name):
-                        parts += torch.autograd.grad(loss * scale, given)
-            if not bool(torch.stack(losses).isfinite().all()):
+                        result.copy_(_head_gradient(source.model, given[0], own, wanted, words))
+                parts.append(gradient)
+            if not bool((found := torch.cat(parts)).isfinite().all()):
                 where = f"calibration {inputs.names[sample]}"
                 raise ValueError(
-                    f"the dense model's own loss is not finite in {where}, so it has no gradients: look at its weights and "
+                    f"the dense model's own loss is not finite in {where}, or has no finite gradients: look at its weights and "
                     f"config.json; if they are as they should be, {_WITHOUT}"
                 )
-            last[sample] = stored(torch.cat(parts), inputs.store)
+            last[sample] = stored(found, inputs.store)
+
+
+def _head_gradient(
+    model: nn.Module, hidden: torch.Tensor, numbers: torch.Tensor, followers: torch.Tensor, words: int
+) -> torch.Tensor:
+    """Of the loss of predicting `followers` (T,), -100 for none, at what the last block returns, `hidden` (1, T, D)."""
+    with torch.enable_grad():
+        logits = _logits(model, numbers, words)
+        loss = nn.functional.cross_entropy(logits[0].float(), followers, reduction="sum", ignore_index=-100)
+        (gradient,) = torch.autograd.grad(loss * (_FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0), hidden)
+    return gradient
 
 
 def _logits(model: nn.Module, numbers: torch.Tensor, words: int) -> torch.Tensor:

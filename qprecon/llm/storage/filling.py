@@ -1,9 +1,10 @@
-"""A skeleton filled with tensors and emptied again, and a stream of the device for reading and writing beside the work."""
+"""A skeleton filled with tensors and emptied again; what is ready to be written; a stream of the device beside the work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,25 @@ def own_stream(stream: torch.cuda.Stream | None, after: Any = None) -> Iterator[
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is to be written, in the host's memory, and facts about it. names: of the model's own tensors that it was made of."""
+
+    names: tuple[str, ...]
+    tensors: dict[str, torch.Tensor]
+    masks: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+
+    def with_facts(self, more: Mapping[str, Any]) -> Ready:
+        return replace(self, facts={**self.facts, **more})
+
+
+def counts(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, int]]:
+    """Count zeros and numbers on the device; what is returned waits for that."""
+    size, nonzeros = sum(tensor.numel() for tensor in tensors.values()), [torch.count_nonzero(each) for each in tensors.values()]
+    return lambda: {"zeros": size - sum(int(count) for count in nonzeros), "parameters": size}
 
 
 def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.changed import compare_files
 from qprecon.llm.storage.checkpoint import Finished, Shards, stored_names
-from qprecon.llm.storage.filling import check_unborrowed, empty, fill, move_buffers, own_stream
+from qprecon.llm.storage.filling import Ready, check_unborrowed, counts, empty, fill, move_buffers, own_stream
 from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
 
@@ -35,22 +35,23 @@ class DiskBlocks:
 
     `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
     blocks, shard b + 2 block b, and one behind them what the model has no place for. What an earlier run finished is not written
-    again. `compute`: what 16-bit floats are computed in, if not as they are; they are written as they were.
+    again. `compute`: what 16-bit floats are computed in, if not as they are; they are written as they were. `waiting`: is open
+    while the disk is waited for.
     """
 
     writes = True
 
     def __init__(
         self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog,
-        compute: torch.dtype | None = None,
+        compute: torch.dtype | None = None, waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):  # fmt: skip
         self.model, self.shards, self.blocks, self.device, self.compute = model, shards, blocks, device, compute
-        self.journal, self.log = journal, log
+        self.journal, self.log, self.waiting = journal, log, waiting
         self.stored = stored_names(model, shards)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
         self.left_over = sorted(set(shards.file_of) - set(self.stored.values()))  # the model has no place for them
-        self.reader, self.writer = ThreadPoolExecutor(1, "qprecon-read"), ThreadPoolExecutor(1, "qprecon-write")
+        self.reader, self.fetcher, self.writer = (ThreadPoolExecutor(1, f"qprecon-{work}") for work in ("read", "fetch", "write"))
         # One stream a thread for good: the allocator keeps memory apart by stream.
         streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         self.read_stream, self.write_stream = streams
@@ -106,7 +107,7 @@ class DiskBlocks:
         Of the blocks that will be opened `then`, the next one unless given, the first is read meanwhile, and those after it where
         they take little of the device's free memory.
         """
-        with self.log.phase("read"):
+        with self.log.phase("read"), self.waiting():
             tensors = self._taken(index, dense)
         following = [each for each in ([index + 1] if then is None else then) if each < len(self.blocks)]
         for each in following if self._is_small(following[1:]) else following[:1]:
@@ -148,12 +149,13 @@ class DiskBlocks:
     ) -> None:
         """Write the open block and its packed masks, layer -> bits, in the background, weights that have scales packed; an error of
         an earlier write comes up here."""
-        with self.log.phase("write"):
-            self._wait(most=1)  # memory for one block that is being written, no more
+        with self.log.phase("write"), self.waiting():
+            self._wait(most=1)  # host's memory for two blocks at the most, the one that is being written and the next
         block = self.blocks[index]
         tensors = {f"{block.name}.{name}": tensor.detach() for name, tensor in block.module.state_dict().items()}
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        self.behind.append(self.writer.submit(self._write, index, tensors, rows, event, masks, scales))
+        ready = self.fetcher.submit(self._fetched, index, tensors, event, masks, scales)  # off the device, however slow the disk
+        self.behind.append(self.writer.submit(lambda: self._write(index, ready.result(), rows)))
 
     def masks(self) -> Iterator[Packed]:
         """The masks that `finish` was given, here or in an earlier run; read from the disk block by block."""
@@ -173,6 +175,7 @@ class DiskBlocks:
     def stop(self) -> None:
         """End the threads; blocks that are finished are still written."""
         self.reader.shutdown(cancel_futures=True)
+        self.fetcher.shutdown()
         self.writer.shutdown()
         self.journal.leave()
 
@@ -246,26 +249,27 @@ class DiskBlocks:
     def _copy(self, index: int | None) -> None:
         tensors = self._read(self.shards, self._names(index), torch.device("cpu"), compute=False, summed=True)
         check_finite((name, tensor) for name, tensor in tensors.items() if self.stored[name] in self.parameters)
-        self._write(index, tensors, (), None, {})
+        self._write(index, self._fetched(index, tensors, None, {}), ())
 
-    def _write(
-        self, index: int | None, tensors: dict[str, torch.Tensor], rows: Sequence[LayerRow], event: Any,
-        masks: dict[str, torch.Tensor], scales: Mapping[str, Fitted] | None = None,
-    ) -> None:  # fmt: skip
-        """Under their stored names; a tied tensor once, with its block. Rows go with them, for a run that continues this one."""
+    def _fetched(
+        self, index: int | None, tensors: dict[str, torch.Tensor], event: Any, masks: dict[str, torch.Tensor],
+        scales: Mapping[str, Fitted] | None = None,
+    ) -> Ready:  # fmt: skip
+        """Under their stored names; a tied tensor once, with its block."""
         own = {self.stored[name]: tensor for name, tensor in tensors.items() if self._block_of(self.stored[name]) == index}
+        low = {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()}
+        dtypes = {self.stored[name]: self.dtypes[name] for name in tensors}
         with own_stream(self.write_stream, after=event):
-            counted = [tensor for name, tensor in own.items() if name in self.parameters]
-            nonzeros = [torch.count_nonzero(tensor) for tensor in counted]
-            sums = {name: self._sum(name) for name in own}
-            low = {self.stored[f"{name}.weight"]: fitted for name, fitted in (scales or {}).items()}
-            own = packed_tensors({name: tensor.to(self.dtypes[name]) for name, tensor in own.items()}, low)
-            own, masks = fetched(own), fetched(masks)
-        zeros = sum(tensor.numel() - int(count) for tensor, count in zip(counted, nonzeros, strict=True))
-        parameters = sum(tensor.numel() for tensor in counted)
-        facts = {"zeros": zeros, "parameters": parameters, "rows": [asdict(row) for row in rows], "low_bit": low_bit_facts(low)}
-        facts["source"], key = sums, _OUTSIDE if index is None else block_key(index)
-        self.journal.write_shard(key, self._file(1 if index is None else index + 2), own, facts, masks)
+            counted = counts({name: tensor for name, tensor in own.items() if name in self.parameters})
+            weights = packed_tensors({name: tensor.to(dtypes[name]) for name, tensor in own.items()}, low)
+            ready = Ready(tuple(own), fetched(weights), fetched(masks), {"low_bit": low_bit_facts(low)})
+        return ready.with_facts(counted())
+
+    def _write(self, index: int | None, ready: Ready, rows: Sequence[LayerRow]) -> None:
+        """Rows go with the tensors, for a run that continues this one."""
+        facts = {**ready.facts, "rows": [asdict(row) for row in rows], "source": {name: self._sum(name) for name in ready.names}}
+        key, number = (_OUTSIDE, 1) if index is None else (block_key(index), index + 2)
+        self.journal.write_shard(key, self._file(number), ready.tensors, facts, ready.masks)
 
     def _sum(self, name: str) -> int:
         """The checksum of one of the model's tensors; of a block that was only opened dense, it is read again for that."""

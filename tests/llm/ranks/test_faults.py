@@ -15,6 +15,7 @@ from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.meeting import Meeting
 from qprecon.llm.storage.journal import Journal
 from qprecon.llm.storage.output import partial_folder
+from qprecon.llm.storage.sources import DiskBlocks
 from tests.llm.families import build, tokens
 from tests.llm.ranks.processes import needs_forks, run
 from tests.llm.storage.test_streaming import same, saved, weights
@@ -146,6 +147,34 @@ def test_long_work_of_one_rank_is_waited_for():
             return ranks.decided(slow)
 
     assert run(2, work) == ["done", "done"]
+
+
+def computes():
+    """On this processor, for longer than ranks wait for one another."""
+    ends = time.process_time() + 2.5 * PATIENCE
+    while time.process_time() < ends:
+        sum(range(1000))
+
+
+def slow_disk():
+    time.sleep(2.5 * PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "from_call"),
+    [(computes, (over_ranks, "prune_parts"), 8), (slow_disk, (DiskBlocks, "_load"), 3), (slow_disk, (Journal, "write_shard"), 1)],
+)
+def test_a_rank_that_is_slow_is_waited_for(fault, where, from_call, tmp_path):
+    """One that computes on its processor, or waits for a disk; of all the writing is the first rank's."""
+    folder, bad = saved(tmp_path / "dense"), 0 if where[0] is Journal else BAD
+    found = run(3, slowly, folder, tmp_path / "out", fault, where, from_call, bad)
+    assert all(isinstance(each, PruneReport) for each in found), found
+
+
+def slowly(rank, folder, out, fault, where, from_call, bad):
+    if rank == bad:
+        broken(*where, fault, from_call)
+    return pruned(rank, folder, out, {"order": True})
 
 
 def test_runs_follow_one_another():

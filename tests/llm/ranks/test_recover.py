@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from qprecon.errors import RankError
 from qprecon.llm import RecoveryReport
+from qprecon.llm.ranks.sharding import check_exchange
 from qprecon.llm.recovery import memory, training
 from qprecon.llm.recovery.optimizers import InParts
 from qprecon.llm.recovery.trained import Selected, Trained
@@ -264,6 +265,13 @@ def test_what_is_refused_is_said_once(settings, word):
     found = processes(2, lambda rank: recovered(rank, **settings))
     assert {type(each) for each in found} <= {ValueError, RankError} and any(isinstance(each, ValueError) for each in found)
     assert all(word in str(each) for each in found)
+
+
+def test_gloo_on_a_gpu_is_refused():
+    """torch's collectives there end the process by a signal."""
+    found = processes(2, lambda rank: check_exchange(torch.device("cuda")))
+    assert all(isinstance(each, ValueError) and "Gloo" in str(each) for each in found)
+    assert processes(2, lambda rank: check_exchange(torch.device("cpu")) or "goes on") == ["goes on", "goes on"]
 
 
 def with_few_tokens(rank):

@@ -3,11 +3,15 @@
 import pytest
 import torch
 
+from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.model.linears import find_linears
 from qprecon.llm.recovery import trained
 from qprecon.llm.recovery.optimizers import BETAS, Direct, Host, Masters, make_optimizer
+from qprecon.llm.recovery.pair import weight_size
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.step import CLIP, move
 from qprecon.llm.recovery.trained import Held, packed, unpacked
+from tests.llm.toy_text import toy_llama
 
 
 def problem(dtype=torch.float32):
@@ -192,5 +196,15 @@ def test_what_is_held_out():
     assert [len(part) for part in hold_out(2, 0.9, 0)] == [1, 1] and [len(part) for part in hold_out(5, 0.01, 0)] == [4, 1]
 
 
-def test_the_default_rate_falls_with_the_width():
-    assert default_rate(64) == default_rate(500) == 5e-4 and default_rate(1000) == 2.5e-4 and default_rate(4000) == 6.25e-5
+def test_the_default_rate_is_a_share_of_the_weights_size():
+    """Of the three real models that were looked at, 4.4e-4, 9e-5 and 3.7e-5."""
+    assert [default_rate(size) for size in (0.1902, 0.0395, 0.016)] == pytest.approx([4.4e-4, 9.1e-5, 3.7e-5], rel=0.02)
+
+
+def test_the_weights_size_is_the_median_over_pruned_layers():
+    dense = toy_llama()
+    for index, block in enumerate(dense.model.layers):
+        torch.nn.init.constant_(block.mlp.up_proj.weight, 0.5 * (index + 1))
+    pruned = [view for block in find_blocks(dense) for view in find_linears(block, model=dense).views if "up_proj" in view.name]
+    assert len(pruned) == 2
+    assert weight_size(dense, pruned) == pytest.approx(0.75) and weight_size(dense.bfloat16(), pruned[1:]) == pytest.approx(1.0)

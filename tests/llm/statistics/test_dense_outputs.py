@@ -1,5 +1,7 @@
 """The dense stream goes on from the pass for a block's last layer: the same bits with fewer runs, or as before."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,42 @@ def test_where_it_cannot_be_a_run_is_what_it_was(family, monkeypatch):
     model, runs, _ = pruned(family, tokens(6), monkeypatch)
     other, runs_before, _ = pruned(family, tokens(6), monkeypatch, keep=False)
     assert alike(model, other) and runs == runs_before
+
+
+# How often a middle block's layers multiply each sample: in the gradients twice (forward, and again before backward), then for the
+# group o in both streams, for gate and up, for down (with the dense block's own down), and to go on with the pruned stream.
+PRODUCTS = {
+    "fast": {"q": 2, "k": 2, "v": 2, "o": 2, "gate": 2, "up": 2, "down": 1},
+    "balanced": {"q": 2 + 7, "k": 2 + 7, "v": 2 + 7, "o": 2 + 5, "gate": 2 + 3, "up": 2 + 3, "down": 2 + 2},
+}
+PRODUCTS["best"] = PRODUCTS["balanced"]
+
+
+@pytest.mark.parametrize("preset", PRODUCTS)
+def test_how_many_products_a_preset_makes(preset, monkeypatch):
+    """Between six and seven windows, so that what is looked up once for a shape does not count."""
+    found = []
+    for count in (6, 7):
+        calls, own = Counter(), nn.Linear.forward
+        model = build("llama")
+        names = {id(layer): name.removesuffix("_proj") for name, layer in model.model.layers[1].named_modules()}
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Linear, "forward", lambda layer, x: (calls.update([names.get(id(layer))]), own(layer, x))[1])  # noqa: B023
+            prune_model(model, tokens(count), preset=preset, backend="cholesky", progress=False)
+        found.append({name.rpartition(".")[2]: number for name, number in calls.items() if name})
+    assert {name: found[1][name] - number for name, number in found[0].items()} == PRODUCTS[preset]
+
+
+def test_two_streams_share_their_first_hidden_states():
+    """Until one of them goes on: a stream of a large model takes gigabytes, while the loss's gradients take the most."""
+    _, block, _, inputs = prepared("llama")
+    other, before = inputs.copied(), [hidden.clone() for hidden in inputs.hidden]
+    assert [a.data_ptr() for a in other.hidden] == [a.data_ptr() for a in inputs.hidden]
+    other.advance(block.module, 0)
+    assert all(torch.equal(a, b) for a, b in zip(inputs.hidden, before, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(inputs.hidden, other.hidden, strict=True))
+    inputs.advance(block.module, 0)
+    assert all(torch.equal(a, b) for a, b in zip(inputs.hidden, other.hidden, strict=True))
 
 
 class Scaled(nn.Module):

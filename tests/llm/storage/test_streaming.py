@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,27 @@ def test_never_more_than_two_blocks_are_in_memory(tmp_path, monkeypatch):
     prune(folder, tmp_path / "out")
     assert len(held) == 1 + 3 and max(held) == 1  # embeddings with the probed block, then three blocks
     assert most[1:] == [most[1]] * 3 and most[1] == sum(p.numel() for p in build("llama").model.layers[0].parameters())
+
+
+def test_a_block_leaves_the_device_before_it_is_written(tmp_path, monkeypatch):
+    """However slow the disk is: nothing but its copies in the host's memory is left of it while the file is made."""
+    fetched, write, refs, late = sources.fetched, journal.Journal.write_shard, [], []
+
+    def watched(tensors):
+        refs.append([weakref.ref(tensor) for tensor in tensors.values()])
+        return {name: tensor.clone() for name, tensor in fetched(tensors).items()}
+
+    def slow(self, key, *arguments):
+        ends = time.monotonic() + (10 if key.startswith("block") else 0)  # what is outside the blocks was read to the host
+        while any(ref() is not None for own in refs for ref in own) and time.monotonic() < ends:
+            time.sleep(0.01)
+        late.append((key, sum(ref() is not None for own in refs for ref in own)))
+        write(self, key, *arguments)
+
+    monkeypatch.setattr(sources, "fetched", watched)
+    monkeypatch.setattr(journal.Journal, "write_shard", slow)
+    prune(saved(tmp_path / "dense", dtype=torch.float32), tmp_path / "out")
+    assert [left for key, left in late if key.startswith("block")] == [0, 0, 0], late
 
 
 def test_files_can_be_read_by_others(tmp_path):
