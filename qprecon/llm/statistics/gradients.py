@@ -136,6 +136,7 @@ def _put_head_gradients(
     tokens_a_piece = max(HEAD_ENTRIES // vocabulary, 1)
     coming, words = iter(windows), 1 + max(int(window.max()) for window in windows)
     given: list[torch.Tensor] = []  # what the last block is to return
+    finite: list[torch.Tensor] = []  # whether each sample's are
 
     def instead(index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
         hidden = given[0] if index == final else split_call(args, kwargs)[0]
@@ -157,13 +158,14 @@ def _put_head_gradients(
                     with _explained(source.blocks[final].name):
                         result.copy_(_head_gradient(source.model, given[0], own, wanted, words))
                 parts.append(gradient)
-            if not bool((found := torch.cat(parts)).isfinite().all()):
-                where = f"calibration {inputs.names[sample]}"
-                raise ValueError(
-                    f"the dense model's own loss is not finite in {where}, or has no finite gradients: look at its weights and "
-                    f"config.json; if they are as they should be, {_WITHOUT}"
-                )
+            finite.append((found := torch.cat(parts)).isfinite().all())  # before it is on its way to the host
             last[sample] = stored(found, inputs.store)
+    if not bool((sound := torch.stack(finite)).all()):
+        where = f"calibration {inputs.names[int((~sound).nonzero()[0])]}"
+        raise ValueError(
+            f"the dense model's own loss is not finite in {where}, or has no finite gradients: look at its weights and config.json; "
+            f"if they are as they should be, {_WITHOUT}"
+        )
 
 
 def _head_gradient(
