@@ -594,7 +594,9 @@ def test_processes_that_do_not_come_are_named_and_not_waited_for_in_silence(fold
     assert process.returncode == 143 and "terminated" in rest
 
 
-@pytest.mark.parametrize("command", [["prune", "MODEL", "OUT", "--calib", ""], ["eval", "MODEL", "--seqlen", "32", "--text", ""]])
+@pytest.mark.parametrize("command", [
+    ["prune", "MODEL", "OUT", "--calib", ""], ["prune", "MODEL", " "], ["prune", "MODEL", ""], ["eval", "MODEL", "--seqlen", "32", "--text", ""],
+])  # fmt: skip
 def test_an_empty_name_is_said_to_be_empty(command, folder, tmp_path, capsys):
     names = {"MODEL": str(folder / "model"), "OUT": str(tmp_path / "out")}
     assert cli.main([names.get(word, word) for word in command]) == 2

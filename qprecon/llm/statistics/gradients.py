@@ -163,8 +163,8 @@ def _put_head_gradients(
     if not bool((sound := torch.stack(finite)).all()):
         where = f"calibration {inputs.names[int((~sound).nonzero()[0])]}"
         raise ValueError(
-            f"the dense model's own loss is not finite in {where}, or has no finite gradients: look at its weights and config.json; "
-            f"if they are as they should be, {_WITHOUT}"
+            f"the dense model's own loss is not finite in {where}, or has no finite gradients: look at its weights and "
+            f"config.json; if they are as they should be, {_WITHOUT}"
         )
 
 
