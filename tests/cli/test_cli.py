@@ -595,7 +595,8 @@ def test_processes_that_do_not_come_are_named_and_not_waited_for_in_silence(fold
 
 
 @pytest.mark.parametrize("command", [
-    ["prune", "MODEL", "OUT", "--calib", ""], ["prune", "MODEL", " "], ["prune", "MODEL", ""], ["eval", "MODEL", "--seqlen", "32", "--text", ""],
+    ["prune", "MODEL", "OUT", "--calib", ""], ["prune", "MODEL", " "], ["prune", "MODEL", ""],
+    ["eval", "MODEL", "--seqlen", "32", "--text", ""],
 ])  # fmt: skip
 def test_an_empty_name_is_said_to_be_empty(command, folder, tmp_path, capsys):
     names = {"MODEL": str(folder / "model"), "OUT": str(tmp_path / "out")}
