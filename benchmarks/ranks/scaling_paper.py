@@ -103,7 +103,8 @@ def memory(shape: Shape, ranks: int) -> dict[str, float]:
         "factors, a chunk of columns and its layers": at_work,
     }
     model = 2 * (shape.blocks * shape.block_parameters + shape.outside_parameters)
-    sizes = {"matrices": held["Gram matrices"], "block": 2 * shape.block_parameters, "widest": largest, "matrix": 4 * largest**2, "factor": 8 * largest**2}
+    sizes = {"block": 2 * shape.block_parameters, "widest": largest, "matrix": 4 * largest**2, "factor": 8 * largest**2}
+    sizes["matrices"] = held["Gram matrices"]
     return held | sizes | {"card": sum(held.values()), "host": 3 * 2 * shape.block_parameters * ranks + model, "disk": 2 * model}
 
 
