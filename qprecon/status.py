@@ -16,7 +16,7 @@ class Status(enum.Enum):
     TIME_LIMIT = "stopped at the time limit before the certified gap reached tol: raise time_limit"
     INACCURATE = (
         "the backend stopped by itself, but the audit certifies only a larger gap than tol: "
-        "use dtype='float64', a larger tol, some damping, or backend='cholesky'"
+        "use dtype='float64', a larger tol, some damping, or backend='cholesky' ('piqp' with bounds)"
     )
     UNCERTIFIED = (
         "H is singular to working precision, so no gap below the objective itself can be certified: "
