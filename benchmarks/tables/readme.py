@@ -288,8 +288,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "layers": layers,
         "tried": speed.tried,
         "kept": speed.kept,
-        "block": speed.block,
-        "recorded": functools.partial(speed.kept, "layer_phases_recorded"),
         "real": real_layers,
         "masks": selection,
         "repeated": repeated,

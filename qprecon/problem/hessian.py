@@ -18,8 +18,8 @@ ENTRY = 128.0
 On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/proof/test_certificate.py). An H100's
 tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens in batches of 2048
 (tests/contract/test_gpu.py). They lose more in longer batches, as sums are cut off towards zero: 371 was seen for a product of 5000
-rows (an H200). So `qprecon.data.sums` makes small H from shorter products. Large ones, from products of 8192 rows whose mean is half
-their standard deviation, were off by 412 at 4096 and 409 at 14336 inputs (an H200): more than this says."""
+rows (an H200). So `qprecon.data.sums` makes small H from shorter products. Large ones, from products of 8192 rows whose mean is
+half their standard deviation, were off by 412 at 4096 and 409 at 14336 inputs (an H200): more than this says."""
 
 _NOT_SEMIDEFINITE = (
     "H itself is not positive semidefinite, beyond what summing in float32 explains; only the damping makes it so. "
