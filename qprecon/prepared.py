@@ -19,6 +19,7 @@ from .grids.formats import Grid
 from .grids.on_grid import Effort, Rounded, rounded
 from .problem.column_qp import ColumnQP
 from .problem.hessian import Hessian, check_damping, floating
+from .proof.factor import Certificate
 from .proof.verdict import Audit, audited
 from .solution import Solution
 
@@ -57,6 +58,11 @@ class PreparedHessian:
     def ridge(self) -> float:
         """λ = δ · mean(diag H), in the units of H."""
         return self.hessian.ridge
+
+    @property
+    def certificate(self) -> Certificate:
+        """What is proved of H + λI, where H lies: see ``qprecon.proof.factor``. Made when it is first asked for."""
+        return self._at(self.hessian.place).certificate
 
     @property
     def notices(self) -> tuple[str, ...]:
