@@ -198,9 +198,9 @@ def _cards(rows: list[dict[str, Any]]) -> str:
     return "; ".join(told)
 
 
-def phases() -> str:
+def phases(name: str = "end_to_end_h100") -> str:
     """Where a whole model's time goes, beside the floor."""
-    rows = [row for row in load("end_to_end_h100") if row["update"] == "optimal"]
+    rows = [row for row in load(name) if row["update"] == "optimal"]
     names = ("load", "capture", "forward", "gram", "mask", "solve", "audit", "measure")
 
     def cell(row: dict[str, Any], name: str) -> str:

@@ -23,7 +23,7 @@ PREDICTED: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 
 
 def block() -> str:
-    """GPU milliseconds of one block of the 8B shape by part, before and after in one run."""
+    """GPU milliseconds of one block of the 8B shape by part, before and after."""
     before, after = load("block_profile_before"), load("block_profile")
 
     def spent(found: dict[str, Any], parts: tuple[str, ...]) -> float:
@@ -105,14 +105,3 @@ def kept(name: str = "layer_phases_before_after") -> str:
     head = ["layer", "whole call, ms", "audits, ms", "GPU busy, ms", "launches", "largest gap, 1e-5"]
     return table(head, body) + f"\n\n{note}"
 
-
-def whole() -> str:
-    """Seconds of a run over a few blocks of the 8B shape, by phase, before and after on one machine."""
-    before, after = load("end_to_end_before_after")
-    names = ("forward", "gram", "mask", "solve", "audit", "rounding", "update", "measure")
-    body = [[name, f"{before['seconds'][name]:.2f}", f"{after['seconds'][name]:.2f}"] for name in names]
-    body.append(["all beside the disk", *(f"{run['seconds_beside_io']:.1f}" for run in (before, after))])
-    body.append(["peak GPU memory", *(f"{run['peak_gpu_gb']:.1f} GB" for run in (before, after))])
-    body.append(["largest certified gap", *(f"{run['max_relative_gap']:.1e}" for run in (before, after))])
-    note = f"{after['model']}, {after['samples']} x {after['seqlen']} tokens, seconds. {after['gpu']}, {after['date'][:10]}."
-    return table(["", "before", "after"], body) + f"\n\n{note}"
