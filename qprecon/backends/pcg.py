@@ -31,8 +31,7 @@ _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
 mostly launches, the full product gets there in one: 18 iterations at 1024 inputs and tol=1e-6 (an H200, backends_gpu.json)."""
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
-H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json). So do the few
-columns of a large layer that a second round is for: in pieces they went on to the limit, short of what they were to reach."""
+H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
 _PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
@@ -119,8 +118,8 @@ def prepare(system: System, options: Options) -> SolveChunk:
 
 
 def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
-    """On a GPU, than the product in pieces."""
-    return n * n * k <= _FULL_WORK or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
+    """On a GPU, than the product in pieces. A few columns are as a rule left for another round, which asks for more digits."""
+    return n * n * k <= _FULL_WORK or k <= _ALIGNMENT or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
 
 
 def _padded(chunk: Chunk, more: int) -> Chunk:
