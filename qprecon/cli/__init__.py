@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _nobody_reads() -> bool:
-    """Whether what stdout leads to was closed, as `head` does. What is left to print then goes nowhere, and Python ends in peace."""
+    """Whether what stdout leads to was closed, as `head` does. What is left to print goes nowhere then, and Python can end."""
     try:
         stdout = sys.stdout.fileno()
         pipe = select.poll()
