@@ -76,7 +76,8 @@ def layers() -> str:
     latest = max(row["date"] for row in rows)
     body = [[method, *(_layer_cell(rows, problem, method, latest) for problem in problems)] for method in METHODS]
     note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. – not run. "
-    note += "\\* some columns timed, of this layer or of one with the same H, scaled to all; the gap is theirs."
+    note += "\\* only some columns were timed, of this layer or of one with the same H, and the time is scaled to all; the gap is "
+    note += "that of these columns."
     earlier = sorted({row["date"] for row in rows} - {latest})
     note += f" † an earlier run on another card of the kind, {', '.join(earlier)}." if earlier else ""
     return table(["method", *problems], body) + "\n\n" + note
@@ -90,7 +91,8 @@ def real_layers() -> str:
     problems = list(dict.fromkeys(row["problem"] for row in rows))
     kappa = {row["problem"]: f"{row['kappa']:.0e}" for row in rows}
     body = [[problem, kappa[problem], *(_layer_cell(rows, problem, m, latest) for m in methods)] for problem in problems]
-    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. \\* some columns timed, scaled to all; the gap is theirs."
+    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. "
+    note += "\\* only some columns were timed, and the time is scaled to all; the gap is that of these columns."
     return table(["layer", "κ", *methods], body) + "\n\n" + note
 
 
