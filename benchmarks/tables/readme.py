@@ -200,9 +200,9 @@ def _cards(rows: list[dict[str, Any]]) -> str:
     return "; ".join(told)
 
 
-def phases(name: str = "end_to_end_h100") -> str:
+def phases() -> str:
     """Where a whole model's time goes, beside the floor."""
-    rows = [row for row in load(name) if row["update"] == "optimal"]
+    rows = [row for row in load("end_to_end_h100") if row["update"] == "optimal"]
     names = ("load", "capture", "forward", "gram", "mask", "solve", "audit", "measure")
 
     def cell(row: dict[str, Any], name: str) -> str:
@@ -290,6 +290,9 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "layers": layers,
         "tried": speed.tried,
         "kept": speed.kept,
+        "block": speed.block,
+        "recorded": speed.recorded,
+        "whole": speed.whole,
         "real": real_layers,
         "masks": selection,
         "repeated": repeated,
