@@ -13,6 +13,7 @@ from typing import Any
 from .arrays.interop import Array, Place, from_core, place_of
 from .arrays.linalg import exact_float32
 from .engine.choice import checked_dtype
+from .engine.in_progress import numbers_may_fail
 from .engine.shared import Shared
 from .engine.solving import Request, run
 from .grids.formats import Grid
@@ -125,7 +126,7 @@ class PreparedHessian:
         """
         problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
         shared = self._at(problem.place)
-        with exact_float32(), shared.fitting_threads(problem.n_columns):
+        with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
             return audited(problem, shared.certificate, floating(candidate, problem.place, "candidate"))
 
     def round(
