@@ -8,6 +8,8 @@ and 0 elsewhere. Then
 
 sums over columns, 1 the identity. With the default b = Hw, dL/dw = Az and dL/dH gains ½ Σ (zwᵀ + wzᵀ). A certified gap of ε
 leaves z off by √ε in the norm of A.
+
+A column whose W, rhs or bounds are not finite has no optimum: its weights are NaN, as its gradients are where the loss uses it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,27 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
+
 from .arrays.interop import Array
 from .prepared import PreparedHessian
+from .solution import Solution
+from .status import Status
+
+
+def has_optimum(solution: Solution) -> np.ndarray:
+    """(K,) bool, False for columns whose input is not finite. A RuntimeWarning tells of others that are not certified."""
+    invalid_K = np.asarray([status is Status.INVALID_INPUT for status in solution.status], dtype=bool)
+    left_K = ~solution.optimal & ~invalid_K
+    if left_K.any():
+        first = int(left_K.argmax())
+        warnings.warn(
+            f"the weights of {int(left_K.sum())} of {len(left_K)} columns are not certified optimal: column {first} is "
+            f"{solution.status[first].name}, its relative gap {solution.relative_gap[first]:.1e}, not {solution.tol:g}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return ~invalid_K
 
 
 def adjoint(prepared: PreparedHessian, free_NK: Array, v_NK: Array, tol: float) -> Array:

@@ -187,6 +187,8 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
 
     check_file(path, NPZ)
     if not zipfile.is_zipfile(path):  # numpy would take it for a pickle, and advise to trust it
+        if _head(path) == sniff.ZIP:
+            raise BadFileError(f"{path} is cut short: the end of its zip archive is not there")
         raise BadFileError(f"{path} is no .npz file: those are zip archives of arrays, as numpy.savez writes them")
     with reading(path, NPZ, ValueError, KeyError, TypeError, SyntaxError, MemoryError):
         with np.load(path, allow_pickle=False) as archive:

@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("qprecon.jax needs jax: pip install 'qprecon[mpax]'", name=error.name) from error
 
-from .adjoint import adjoint, cotangents
+from .adjoint import adjoint, cotangents, has_optimum
 from .arrays.interop import Array
 from .contract import registry
 from .prepared import prepare
@@ -59,11 +59,12 @@ def solve(
         backward_tol: certified relative gap of the solve that gradients need: they are off by about its root.
 
     Returns:
-        The weights, (N, K), of W's dtype. The arithmetic behind them is in float64 whether jax has it or not.
+        The weights, (N, K), of W's dtype; NaN in columns whose W, rhs or bounds are not finite. The arithmetic behind them is in
+        float64 whether jax has it or not.
 
     Raises:
-        ValueError: and the errors of ``qprecon.solve``, when the function runs. In the backward pass a RuntimeWarning says where
-            gradients are not certified.
+        ValueError: and the errors of ``qprecon.solve``, when the function runs. A RuntimeWarning says which weights are not
+            certified to `tol`, and in the backward pass which gradients are not.
     """
     if backend != "auto" and registry.find(backend).capabilities.libraries == ("jax",):
         raise ValueError(f"backend {backend!r} runs in jax and cannot be called back from it: give another")
@@ -93,13 +94,17 @@ def _on_host(settings: _Settings, H: Any, W: Any, mask: Any, rhs: Any, lower: An
         w_NK, mask_NK, settings.backend, rhs=given[0], lower=given[1], upper=given[2], tol=settings.tol, dtype="float64"
     )
     held = np.sign(solution.duals) * (mask_NK != 0) if lower is not None or upper is not None else np.zeros(w_NK.shape)
-    return solution.weights.astype(w_NK.dtype), held.astype(np.int8)
+    known_K = has_optimum(solution)
+    held = np.where(known_K, held, 0)
+    return np.where(known_K, solution.weights, np.nan).astype(w_NK.dtype), held.astype(np.int8)
 
 
 def _backward(settings: _Settings, kept: Any, v: Array) -> tuple[Any, ...]:
     H, W, mask, new, held, rhs, lower, upper = kept
     host = functools.partial(_adjoint_on_host, settings)
     free = (mask != 0) & (held == 0)
+    known = jnp.isfinite(new).all(0)  # other columns have no optimum, and no gradient where the loss uses them
+    W, new, v = jnp.where(known, W, 0.0), jnp.where(known, new, 0.0), jnp.where(known | (v == 0).all(0), v, jnp.nan)
     z = jax.pure_callback(host, jax.ShapeDtypeStruct(W.shape, W.dtype), H, free, v, vmap_method="sequential")
     ridge = settings.damping * jnp.diagonal(H).mean()
     one = jnp.eye(H.shape[0], dtype=W.dtype)

@@ -15,13 +15,14 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("qprecon.torch needs torch: pip install 'qprecon[torch]'", name=error.name) from error
 
-from .adjoint import adjoint, cotangents
+from .adjoint import adjoint, cotangents, has_optimum
 from .prepared import PreparedHessian
 from .solution import Solution
 
 Tensor = torch.Tensor
 
 
+@torch.compiler.disable  # numbers leave the graph: audits and statuses are decided on the host
 def solve(
     H: Tensor,
     W: Tensor,
@@ -49,12 +50,13 @@ def solve(
         return_solutions: also the ``Solution`` of each H, in the batch's order.
 
     Returns:
-        The weights, (…, N, K): of W's dtype, or float32 for one of 16 bits. On bounds that hold a weight by no force at all the
-        derivative is that of the free weight.
+        The weights, (…, N, K): of W's dtype, or float32 for one of 16 bits; NaN in columns whose W, rhs or bounds are not finite.
+        On bounds that hold a weight by no force at all the derivative is that of the free weight. `torch.compile` runs it outside
+        its graph; `torch.func` knows no rule for it (jax has `vmap`).
 
     Raises:
-        ValueError: and the errors of ``qprecon.solve``. TypeError: H, W or a mask is no tensor. In the backward
-            pass a RuntimeWarning says where gradients are not certified.
+        ValueError: and the errors of ``qprecon.solve``. TypeError: H, W or a mask is no tensor. A RuntimeWarning says which weights
+            are not certified to `tol`, and in the backward pass which gradients are not.
     """
     for name, x in (("H", H), ("W", W), ("mask", mask)):
         if not isinstance(x, Tensor):
@@ -102,6 +104,8 @@ class _Solve(torch.autograd.Function):
         solutions.append(solution)
         wide = torch.promote_types(W.dtype, torch.float32)
         new = solution.weights.detach().to(wide, copy=True)  # the solution must not hold the output, which holds this function
+        if not (known := has_optimum(solution)).all():
+            new[:, torch.as_tensor(~known, device=new.device)] = torch.nan
         held = None if lower is None and upper is None else torch.sign(solution.duals) * (mask != 0)
         ctx.save_for_backward(H, W, mask, new.clone(), held)
         ctx.prepared, ctx.tol, ctx.given_rhs = prepared, backward_tol, rhs is not None
@@ -114,7 +118,9 @@ class _Solve(torch.autograd.Function):
         h, w, new, v = (x.double() for x in (H, W, new, v))
         free = mask != 0
         free = free if held is None else free & (held == 0)
-        sound = v.isfinite().all(0)  # other columns have no gradient, and the loss knows
+        known = new.isfinite().all(0)  # other columns have no optimum,
+        w, new = (x.where(known, 0.0) for x in (w, new))
+        sound = v.isfinite().all(0) & (known | (v == 0).all(0))  # and no gradient where the loss uses them, or is broken itself
         z = adjoint(ctx.prepared, free, v.where(free & sound, 0.0), ctx.tol).where(sound, torch.nan)
         one = torch.eye(len(h), dtype=h.dtype, device=h.device)
         to_h, to_w, to_held = cotangents(h, w, new, v, z, one, ctx.prepared.damping, ctx.prepared.ridge, ctx.given_rhs)

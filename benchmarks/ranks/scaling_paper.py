@@ -61,6 +61,8 @@ SHAPES = {
     "llama-3.1-70b": Shape(8192, 28672, 80, 1024, 128256),
     "llama-3.1-405b": Shape(16384, 53248, 126, 1024, 128256),
     "mixtral-8x22b": Shape(6144, 16384, 56, 1024, 32768, (8, 2)),
+    "qwen3-235b": Shape(4096, 1536, 94, 512, 151936, (128, 8)),
+    "deepseek-v3": Shape(7168, 2048, 61, 1024, 129280, (256, 8)),  # with a plain attention, and without the shared expert
 }
 
 
@@ -102,6 +104,7 @@ def memory(shape: Shape, ranks: int) -> dict[str, float]:
     }
     model = 2 * (shape.blocks * shape.block_parameters + shape.outside_parameters)
     sizes = {"block": 2 * shape.block_parameters, "widest": largest, "matrix": 4 * largest**2, "factor": 8 * largest**2}
+    sizes["matrices"] = held["Gram matrices"]
     return held | sizes | {"card": sum(held.values()), "host": 3 * 2 * shape.block_parameters * ranks + model, "disk": 2 * model}
 
 

@@ -13,8 +13,9 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from benchmarks.tables.pages import rewrite, rows_of, table
+from benchmarks.tables.quality import NAMES
 
-MODELS = {"smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma-3-270M"}
+MODELS = {"smollm2-135m": "SmolLM2-135M", **NAMES}
 METHODS = {
     "rounding": "nearest values", "gptq": "GPTQ's sweep, mask held", "gptq-order": "the same, inputs of large H_ii first",
     "gptq-start": "GPTQ's sweep of the optimal weights",

@@ -102,8 +102,9 @@ def calibrations() -> str:
 
 
 def plain(rows: Sequence[Row], calibration: str | None = None) -> list[Row]:
-    """Rows on test texts of the presets as they are, seed 0, of one calibration or of all."""
+    """Rows on whole test texts of the presets as they are, seed 0, of one calibration or of all."""
     rows = [row for row in rows if row["split"] == "test" and not row["ingredients"] and row["seed"] == 0]
+    rows = [row for row in rows if row["eval_windows"] is None]
     return [row for row in rows if row["pattern"] != "dense" and calibration in (None, row["calibration"])]
 
 
@@ -121,7 +122,7 @@ def _of(rows: Sequence[Row], preset: str, recovered: bool) -> list[Row]:
 
 
 def _dense(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["pattern"] == "dense" and row["split"] == "test"]
+    return [row for row in rows if row["pattern"] == "dense" and row["split"] == "test" and row["eval_windows"] is None]
 
 
 def _cells(rows: Sequence[Row], patterns: Sequence[str]) -> list[str]:

@@ -183,8 +183,9 @@ def sizes() -> str:
             known = row["memory"]
             held = (known["block"], 2 * known["block"]), (known["matrix"], known["factor"])
             block, matrices = ([f"{size / 1e9:.1f}" for size in each] for each in held)
-            body.append([row["model"], *block, f"{known['widest']:,}", *matrices, *cards[row["model"]]])
-    head = ["model", "a block in bfloat16", "in float32", "widest layer, inputs", "its H", "its factor"]
+            every = f"{known['matrices'] / 1e9:.1f}"
+            body.append([row["model"], *block, f"{known['widest']:,}", *matrices, every, *cards[row["model"]]])
+    head = ["model", "a block in bfloat16", "in float32", "widest layer, inputs", "its H", "its factor", "all H of a block"]
     return table([*head, *(f"a card of {ranks}" for ranks in (1, 2, 4, 8))], body) + "\n\nIn GB."
 
 

@@ -57,9 +57,11 @@ def kind_of(x: Any) -> str:
 
 
 def place_of(x: Any) -> Place:
-    """Kind and device of an array."""
+    """Kind and device of an array. ValueError for a tensor without values (meta)."""
     kind = kind_of(x)
     if kind == "torch":
+        if x.is_meta:
+            raise ValueError("a tensor on the meta device has no values: give one that has")
         return Place(kind, x.device)
     if kind == "jax":
         return Place(kind, next(iter(x.devices())))
@@ -81,12 +83,16 @@ def to_core(x: Any, place: Place, name: str) -> Array:
     """Bring an argument, an array of any kind, to the core's library and device for ``place``, without changing its dtype.
 
     Raises:
-        ValueError: it is sparse; the message names it.
+        ValueError: it is sparse, a masked array, or on the meta device; the message names it.
     """
     kind = kind_of(x)
     if is_sparse(x):
         method = "to_dense" if kind == "torch" else "toarray"
         raise ValueError(f"{name} is sparse, and the arithmetic here is dense: give {name}.{method}()")
+    if kind == "torch" and x.is_meta:
+        raise ValueError(f"{name} is a tensor on the meta device, which has no values")
+    if np.ma.isMaskedArray(x):
+        raise ValueError(f"{name} is a masked array, of which numpy's mask would be lost: give {name}.filled(…) or {name}.data")
     if place.library == "numpy":
         if kind == "torch":
             x = x.detach().cpu()

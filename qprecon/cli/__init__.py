@@ -38,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parsed(arguments)
     try:
+        launched_rank()
+    except ValueError as error:
+        print(f"qprecon {parsed.command}: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    try:
         if launched_rank() is not None and parsed.command not in SHARED:
             raise ValueError(f"{parsed.command} takes one process; several, as torchrun starts them, share {' or '.join(SHARED)}")
         with signals_raise(to_the_end=arguments is None):

@@ -87,5 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         perplexity_options=_given(arguments, "seqlen", "bos", "max_windows", "autocast"),
         task_options=_given(arguments, "data_dir", "limit"),
     )
+    for note in results.notes:
+        print(f"note: {note}", file=sys.stderr)
     print(json.dumps(results.to_dict()) if arguments.json else results)
     return 0

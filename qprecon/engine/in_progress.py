@@ -19,7 +19,7 @@ from .results import LIMITS, NOT_RUN, Results
 
 
 def numbers_may_fail() -> np.errstate:
-    """A backend may diverge, and numpy would warn of it; that is found by the audit and said in the status."""
+    """A backend may diverge, and W may be beyond what float64 can square: numpy would warn of it, the audit's status says it."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 

@@ -17,6 +17,7 @@ from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
 from ..solution import Provenance, Solution, Timing
 from . import choice
+from .in_progress import numbers_may_fail
 from .rounds import Limits, Outcome, Task, improve, solve_in_chunks
 from .shared import Shared
 
@@ -61,7 +62,7 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
     _check_capabilities(loaded.record, problem, dtype)
     warm_NK = _check_warm_start(request.warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
-    with exact_float32(), shared.fitting_threads(problem.n_columns):
+    with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
         task = Task(problem, shared.certificate, shared.setup(loaded, dtype))
         deadline = None if request.time_limit is None else started + request.time_limit
         limits = Limits(request.tol, request.max_iterations, deadline)

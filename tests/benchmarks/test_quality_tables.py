@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CARD = {"card": "a card", "date": "2026-11-29", "windows": 128, "seqlen": 2048, "split": "test", "seed": 0, "ingredients": []}
+CARD = {
+    "card": "a card", "date": "2026-11-29", "windows": 128, "seqlen": 2048, "split": "test", "seed": 0, "ingredients": [],
+    "eval_windows": None,
+}  # fmt: skip
 
 
 def accuracy(average, stderr=0.004, limit=None):
@@ -43,6 +46,7 @@ def test_gemma_with_accuracies(tables):
         row("fast", "50%", (31.5, 41.5), accuracy=accuracy(0.3512)),
         row("fast", "2:4", (45.0, 55.0)),
         row("fast", "50%", (99.0, 99.0), calibration="c4"),
+        row("fast", "60%", (99.0, 99.0), eval_windows=2),
         row("best", "50%", (24.0, 34.0), accuracy=accuracy(0.37)),
         row("best", "50%", (22.0, 32.0), recovered=True, accuracy=accuracy(0.39)),
     ]

@@ -276,6 +276,10 @@ BAD = [
         (f"sparse {name}", {name: scipy.sparse.csr_array(np.eye(3)[:, :k])}, ValueError, rf"^{name} is sparse.*{name}\.toarray\(\)")
         for name, k in (("H", 3), ("W", 2), ("rhs", 2), ("warm_start", 2))
     ],
+    *[
+        (f"masked {name}", {name: np.ma.masked_array(np.eye(3)[:, :k], mask=False)}, ValueError, f"^{name} is a masked array")
+        for name, k in (("H", 3), ("W", 2), ("rhs", 2), ("mask", 2))
+    ],
     ("float32 with tol 1e-9", {"tol": 1e-9, "dtype": "float32"}, ValueError, r"^tol=1e-09 is beyond float32.*dtype='float64'"),
     *[
         (f"dtype {x}", {"dtype": x}, ValueError, r"^dtype must be 'float32' or 'float64'")
@@ -313,6 +317,15 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
         qprecon.solve(**{"H": H, "W": W, "mask": MASK} | change)
 
 
+@pytest.mark.filterwarnings("error")
+def test_weights_beyond_what_can_be_certified_give_no_warnings_of_numpy() -> None:
+    """Their squares are beyond float64: the status says so."""
+    rng = np.random.default_rng(0)
+    x_TN = rng.normal(size=(40, 6))
+    solution = qprecon.solve(x_TN.T @ x_TN, 1e300 * rng.normal(size=(6, 3)), rng.random((6, 3)) < 0.5, damping=0.01)
+    assert not solution.optimal.any() and qprecon.Status.FELL_BACK in solution.status
+
+
 def test_bad_input_as_tensors() -> None:
     """The same for torch tensors."""
     one = torch.ones(3, 2)
@@ -325,6 +338,8 @@ def test_bad_input_as_tensors() -> None:
         ({"lower": torch.ones(4, 1)}, "^lower of shape"),
         ({"lower": one, "upper": one - 1}, "^lower > upper at input 0, column 0"),
         ({"H": torch.tensor([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]])}, "^H is clearly indefinite"),
+        ({"H": torch.empty(3, 3, device="meta")}, "^H is a tensor on the meta device"),
+        ({"W": torch.empty(3, 2, device="meta")}, "^a tensor on the meta device has no values"),
         ({"H": torch.eye(3).to_sparse()}, r"^H is sparse.*H\.to_dense\(\)"),
     ):
         with pytest.raises(ValueError, match=message):

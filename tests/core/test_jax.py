@@ -66,6 +66,25 @@ def test_jit_and_vmap_in_float32():
     np.testing.assert_allclose(solve(h, w), expected, atol=0.02)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_column_that_is_not_finite_has_no_optimum():
+    h, w, mask, *_ = problem()
+    w[int((~mask[:, 1]).nonzero()[0][0]), 1] = np.nan  # a pruned entry
+    with jax_x64(True):
+        total = lambda h, w, columns: qprecon.jax.solve(h, w, mask, **EXACT)[:, columns].sum()  # noqa: E731
+        assert np.isnan(total(h, w, 1)) and np.isfinite(total(h, w, [0, 2]))
+        for_h, for_w = jax.grad(total, argnums=(0, 1))(h, w, slice(None))
+        assert np.isnan(for_h).all() and np.isfinite(for_w[:, [0, 2]]).all() and np.isnan(for_w[:, 1]).any()
+        for_h, for_w = jax.grad(total, argnums=(0, 1))(h, w, [0, 2])
+        assert np.isfinite(for_h).all() and (for_w[:, 1] == 0).all()
+
+
+def test_weights_that_are_not_certified_are_said():
+    x = np.random.default_rng(0).standard_normal((8, 20))  # fewer tokens than kept inputs, and no damping
+    with pytest.warns(RuntimeWarning, match="2 of 2 columns are not certified optimal"):
+        qprecon.jax.solve(x.T @ x, np.ones((20, 2)), np.arange(20)[:, None] > 2, rhs=np.ones((20, 2)))
+
+
 def test_what_is_refused():
     h, w, mask, *_ = problem()
     with pytest.raises(ValueError, match="mpax"):

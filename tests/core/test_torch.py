@@ -135,6 +135,40 @@ def test_zero_and_broken_gradients():
     assert (grad[:, [0, 2]] == 0).all() and grad[:, 1].isnan().any()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("place", ["kept", "pruned", "rhs", "bound"])
+def test_a_column_that_is_not_finite_has_no_optimum(place):
+    """NaN in what is returned, and in its gradients if the loss uses it; else nothing of it reaches the others' or H's."""
+    h, w, mask, rhs, lower, upper = (x.detach().clone() for x in problem())
+    row = int(mask[:, 1].nonzero()[0]) if place != "pruned" else int((~mask[:, 1]).nonzero()[0])
+    {"rhs": rhs, "bound": upper}.get(place, w)[row, 1] = torch.nan
+    h, w = h.requires_grad_(), w.requires_grad_()
+    more = {"rhs": {"rhs": rhs}, "bound": {"backend": "osqp", "upper": upper}}.get(place, {})
+    new = qprecon.torch.solve(h, w, mask, damping=0.1, **more)
+    assert new[:, 1].isnan().all() and new[:, [0, 2]].isfinite().all()
+    for_h, for_w = torch.autograd.grad(new.sum(), (h, w), retain_graph=True)
+    assert for_h.isnan().all() and for_w[:, 1].isnan().any() and for_w[:, [0, 2]].isfinite().all()
+    for_h, for_w = torch.autograd.grad(new[:, [0, 2]].sum(), (h, w))
+    others = {name: x if isinstance(x, str) else x[:, [0, 2]] for name, x in more.items()}
+    right = qprecon.torch.solve(h, w[:, [0, 2]], mask[:, [0, 2]], damping=0.1, **others)
+    torch.testing.assert_close(torch.autograd.grad(right.sum(), h)[0], for_h)
+    assert (for_w[:, 1] == 0).all()
+
+
+def test_weights_that_are_not_certified_are_said():
+    h, w, mask, *_ = problem(n=40, k=4)
+    with pytest.warns(RuntimeWarning, match="weights of 4 of 4 columns are not certified optimal: column 0"):
+        qprecon.torch.solve(h, w, mask, "admm", damping=1e-3, tol=1e-9, max_iterations=1)
+
+
+def test_compiled_functions_call_it_outside_their_graph():
+    h, w, mask, *_ = problem()
+    compiled = torch.compile(lambda w: 2.0 * qprecon.torch.solve(h, w, mask, damping=0.1), backend="eager")
+    new = compiled(w)
+    torch.testing.assert_close(new, 2.0 * qprecon.torch.solve(h, w, mask, damping=0.1))
+    assert torch.autograd.grad(new.sum(), w)[0].isfinite().all()
+
+
 def test_no_second_derivative():
     h, w, mask, *_ = problem()
     (grad,) = torch.autograd.grad(qprecon.torch.solve(h, w, mask, damping=0.1).square().sum(), w, create_graph=True)

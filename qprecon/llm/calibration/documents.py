@@ -25,6 +25,7 @@ _LINES = (".jsonl", ".ndjson")
 _JSON = (".json", *_LINES)
 _TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_CHATS = {"messages", "conversations", "conversation", "chosen"}  # of rows of chats
 _TELLING = 3  # lines of JSON that tell what a file is
 
 
@@ -132,7 +133,18 @@ def _text_of(path: Path, place: str, row: Any) -> str:
     if isinstance(row, dict) and "text" in row:
         raise BadFileError(f'{path}, {place}: "text" is no string but {row["text"]!r:.40}')
     has = f"; it has {', '.join(map(repr, list(row)[:8]))}" if isinstance(row, dict) else f", it is {row!r:.40}"
-    raise BadFileError(f'{path}, {place}: no "text" string in the row{has}')
+    raise BadFileError(f'{path}, {place}: no "text" string in the row{has}{_way_out(row)}')
+
+
+def _way_out(row: Any) -> str:
+    """What to do with rows of other well-known kinds."""
+    if not isinstance(row, dict):
+        return ""
+    if not _CHATS.isdisjoint(row):
+        return ". Write each chat as the text that the model would read (tokenizer.apply_chat_template(…, tokenize=False))"
+    if "input_ids" in row:
+        return ". Token numbers are taken in Python, as tensors"
+    return ". Write what the model would read of each row as its \"text\""
 
 
 def _table(path: Path, kind: str, ending: str) -> Iterator[dict[str, Any]]:

@@ -121,7 +121,10 @@ def named_calibration(words: str | Sequence[str]) -> Path | Mixture:
 
     A file of that very name, colon and all, is meant before a share is.
     """
-    sources = [_with_share(word) for word in ([words] if isinstance(words, str) else words)]
+    named = [words] if isinstance(words, str) else words
+    if not all(word.strip() for word in named):  # as a path it would be the folder that one is in
+        raise ValueError("calibration: the name of a text is empty; give a file, \"builtin\" or a data set")
+    sources = [_with_share(word) for word in named]
     if len(sources) == 1 and sources[0][1] is None:
         return sources[0][0]
     return Mixture(tuple(sources))

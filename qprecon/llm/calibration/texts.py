@@ -43,6 +43,8 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         ValueError: a source without any text; BadFileError, one of its kind, for a file that is not what it should be, by name.
     """
     name = os.path.expanduser(source.as_posix() if isinstance(source, Path) else source)
+    if not name.strip():
+        raise ValueError("the name of the text is empty: give a file, \"builtin\" or a data set")
     if name == "builtin":
         texts = _builtin_texts()
     elif _is_file(name):

@@ -26,6 +26,7 @@ class Evaluation:
 
     perplexity: PerplexityResult | None
     tasks: Any | None
+    notes: tuple[str, ...] = ()  # what to know of the model
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON. A perplexity alone is the dictionary itself."""
@@ -87,14 +88,15 @@ def evaluate(
     if text is not None:
         windows = text_windows(load_texts(text), tokenizer, **cutting)
     with library_bars(progress):
-        loaded, _ = load_whole(folder, device=device)
+        loaded, left_over = load_whole(folder, device=device)
+    unused = f"{len(left_over)} stored tensors have no place in the model, first {left_over[0]}" if left_over else None
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
     scores = measured = None
     if tasks is not None:
         scores = evaluate_tasks(loaded, tasks, **common, **(task_options or {}))
     if text is not None:
         measured = perplexity(loaded, windows, text_name=Path(str(text)).name, **common, **options)
-    result = Evaluation(measured, scores)
+    result = Evaluation(measured, scores, (unused,) if unused else ())
     if save:
         _add(Path(model) / EVALUATION_NAME, result)
     return result

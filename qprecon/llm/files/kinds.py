@@ -7,8 +7,9 @@ loaded.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ _INTEGERS = re.compile(r"([IU]|u?int)[48](?!\d)|qint|quint", re.IGNORECASE)
 _SCALES = re.compile(
     r"(.*_)?(scales?(_inv|_2)?|zero_points?|qzeros|absmax|quant_map|SCB|weight_shape|g_idx|nested_absmax)"
 )
+_BOM = b"\xef\xbb\xbf"
 _WAY_OUT = "Dequantise the model first, or add the quantization_config that the tool wrote which made it"
 
 
@@ -35,6 +37,7 @@ def config_facts(folder: Path, model: str) -> dict[str, Any]:
 
     path = folder / "config.json"
     facts = read_json(path)
+    _check_values(path, facts)
     if (generation := folder / "generation_config.json").is_file():
         read_json(generation)  # transformers goes on without it where it is damaged
     kind = facts.get("model_type")
@@ -52,6 +55,43 @@ def config_facts(folder: Path, model: str) -> dict[str, Any]:
         raise BadFileError(f"{path} has no model_type, so it does not say what kind of model this is")
     version = transformers.__version__
     raise ValueError(f"{path}: model_type {kind!r} is unknown to transformers {version}; a newer version may know it")
+
+
+def _check_values(path: Path, facts: Mapping[str, Any]) -> None:
+    """BadFileError, naming the key, for what transformers takes without a word or refuses without naming it."""
+    if path.read_bytes().startswith(_BOM):
+        raise BadFileError(f"{path} begins with a byte-order mark, which transformers cannot read: save it as UTF-8 without one")
+    for key, value in _leaves(facts):
+        if isinstance(value, float) and math.isnan(value):
+            raise BadFileError(f"{path}: {key} is NaN")
+        if key.split(".")[-1] in ("dtype", "torch_dtype") and isinstance(value, str) and not _is_dtype(value):
+            raise BadFileError(f"{path}: {key} is {value!r}, which is no dtype of torch")
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a nested JSON value, with its dotted name."""
+    if isinstance(value, Mapping | list):
+        for key, own in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(own, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _is_dtype(name: str) -> bool:
+    import torch
+
+    return name == "auto" or isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+
+
+def named_by_config(folder: Path, error: Exception) -> str | None:
+    """For a library's KeyError, whose key is a value of config.json: which one that is; None for any other error."""
+    while error is not None and not isinstance(error, KeyError):
+        error = error.__cause__  # type: ignore[assignment]
+    if error is None or not error.args or not isinstance(error.args[0], str):
+        return None
+    path = folder / "config.json"
+    key = next((key for key, value in _leaves(read_json(path)) if value == error.args[0]), None)
+    return None if key is None else f"{path}: {key} is {error.args[0]!r}, which transformers does not know"
 
 
 def _check_layers(folder: Path, config: Any, tensors: int) -> None:

@@ -207,8 +207,26 @@ def check_index(files: WeightFiles) -> None:
             raise BadFileError(f"{files.folder / file} is another file, or damaged: by {files.index} it should hold {name}")
 
 
+def _check_twice(files: WeightFiles, headers: Mapping[str, Header]) -> None:
+    """BadFileError for a tensor that two files hold with different values: which one is meant, nobody can say."""
+    first: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header.shapes:
+            if (other := first.setdefault(name, file)) == file:
+                continue
+            with opened(files.folder / other) as one, opened(files.folder / file) as two:
+                same = header.shapes[name] == headers[other].shapes[name] and header.dtypes[name] == headers[other].dtypes[name]
+                if not same or not torch.equal(one.get_tensor(name), two.get_tensor(name)):
+                    raise BadFileError(
+                        f"{files.folder / other} and {file} both hold {name}, with other values: files of two models are mixed in "
+                        "this folder"
+                    )
+
+
 def check_files(files: WeightFiles) -> dict[str, dict[str, str]]:
     """file -> name -> dtype of all stored tensors, once every file has been found to be whole. Raises as the readers here do."""
     if files.safetensors:
-        return {name: dict(header.dtypes) for name, header in read_headers(files).items()}
+        headers = read_headers(files)
+        _check_twice(files, headers)
+        return {name: dict(header.dtypes) for name, header in headers.items()}
     return {name: pickled_dtypes(files.folder / name) for name in files.names}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qprecon.files import NPZ, near, read_json, read_npz, reading
+from qprecon.files import NPZ, near, one_line, read_json, read_npz, reading
 from qprecon.llm.files.codes import read_codes
 from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
@@ -84,13 +84,15 @@ def load_masks(
     names: Collection[str] | None = None,
     stored: Mapping[str, Stored] | None = None,
     known: Collection[str] | None = None,
+    dense: Mapping[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read masks as name -> bool (N, K), True = kept, on the CPU. See the module's table for sources.
 
     orientation: "NK" or "KN" of the source, the table's by default. names: read these layers only, all by default; a
     checkpoint's embeddings and head are read too otherwise, and its 3-D tensors are not. stored: layer -> how its model's
-    folder holds it. known: what a file or dict may have masks for, everything by default. ValueError, naming the layer: not
-    two-dimensional, not 0/1, a name that isn't there, or one that isn't known. FileNotFoundError: no such file, or a
+    folder holds it. known: what a file or dict may have masks for, everything by default. dense: what of that is never pruned,
+    with the reason, and may have a mask only if it keeps all. ValueError, naming the layer: not two-dimensional, not 0/1, twice
+    there, a name that isn't there, or one that isn't known, or is dense. FileNotFoundError: no such file, or a
     folder without safetensors.
     """
     if orientation not in (None, *ORIENTATIONS):
@@ -99,6 +101,8 @@ def load_masks(
         source = Path(os.path.expanduser(source))
     found, default = _open(source, experts=names is not None)
     by_name = {_bare(key): read for key, read in found}
+    if twice := [key for key, _ in found if key != _bare(key) and _bare(key) in dict(found)]:
+        raise ValueError(f"there are two masks for one layer, {_bare(twice[0])!r} and {twice[0]!r}")
     own = stored if stored and _is_folder(source) else {}
     for name, how in own.items():
         if how.expert is not None and name not in by_name and (whole := _without_expert(name, how.expert)) in by_name:
@@ -110,6 +114,9 @@ def load_masks(
     if known is not None and not _is_folder(source):  # which holds more than layers
         stacked = {_without_expert(name, how.expert) for name, how in (stored or {}).items() if how.expert is not None}
         _check_known(by_name, {*map(_bare, known), *stacked})
+        for name in by_name.keys() & (dense or {}).keys():
+            if not bool(_as_bool(by_name[name](), name).all()):
+                raise ValueError(f"there is a mask with zeros for {name!r}, which is not pruned: {(dense or {})[name]}")
     masks = {}
     for name in by_name if names is None else names:
         mask = _as_bool(by_name[_bare(name)](), name)
@@ -222,7 +229,10 @@ def _checkpoint_orientation(folder: Path) -> str:
 
 
 def _as_bool(value: object, name: str) -> torch.Tensor:
-    mask = torch.as_tensor(value)
+    try:
+        mask = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"layer {name!r}: the mask is no array of numbers ({one_line(error)})") from error
     if mask.ndim != 2:
         raise ValueError(f"layer {name!r}: a mask is two-dimensional, this one has shape {tuple(mask.shape)}")
     if mask.dtype != torch.bool:

@@ -15,7 +15,7 @@ from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError
 from qprecon.files import near, one_line, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
-from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts
+from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts, named_by_config
 from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
 from qprecon.llm.model.dtypes import as_dtype
@@ -37,7 +37,9 @@ def choose_device(device: str | torch.device | None = None, argument: str = "dev
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"{argument} {str(device)!r}: models cannot run there; use auto, cpu, cuda or cuda:1")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{argument} {str(device)!r} was asked for, but this machine has no CUDA device")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "this machine has no CUDA device" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} leaves no CUDA device"
+        raise ValueError(f"{argument} {str(device)!r} was asked for, but {why}")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{argument} {str(device)!r} was asked for, but this machine has {torch.cuda.device_count()} CUDA devices")
     if chosen.type == "cuda" and chosen.index is None:  # to a thread it would mean the first one
@@ -86,12 +88,21 @@ def load_whole(
     try:
         with loading(f"the model in {model}"), _in_silence():
             loaded, found = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False
-            )
-    except BadFileError:
+                # its own error of another shape names no tensor
+                str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
+            )  # fmt: skip
+    except BadFileError as error:
         check_contents(files)  # which names the file, if it is one's contents
         check_index(files)
+        if (named := named_by_config(folder, error)) is not None:
+            raise BadFileError(named) from error
         raise
+    if found["mismatched_keys"]:
+        check_index(files)
+        # Names with both shapes, or names alone (transformers 4).
+        name = min(each if isinstance(each, str) else each[0] for each in found["mismatched_keys"])
+        wanted = tuple(loaded.state_dict()[name].shape)
+        raise BadFileError(f"{model} holds {name} in another shape than config.json asks for, {wanted}")
     # transformers 4 may leave weights on the meta device, and does not count them as missing.
     empty = {name for name, parameter in loaded.named_parameters() if parameter.is_meta}
     if missing := sorted({*found["missing_keys"], *empty}):

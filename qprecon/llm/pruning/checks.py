@@ -18,7 +18,7 @@ from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.dtypes import chosen_compute
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found
-from qprecon.llm.pruning.plan import Plan
+from qprecon.llm.pruning.plan import NOT_ASKED, OUTSIDE, Plan
 from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.llm.ranks.group import Ranks
 
@@ -102,7 +102,11 @@ def with_given_masks(method: Method, plan: Plan, model: nn.Module, pattern_state
     stored = {layer.view.name: layer.view.stored_as for layer in layers}
     source = options.pop("masks")
     known = {*stored, *(name for name, _ in plan.excluded), *(name for name, _ in model.named_modules())}
-    masks = load_masks(source, names=list(stored), stored=stored, known=known, **options)
+    never = {name: OUTSIDE for name, _ in model.named_modules() if not name.startswith(tuple(f"{b.name}." for b in plan.blocks))}
+    never |= {name: reason for name, reason in plan.excluded if reason != NOT_ASKED}
+    masks = load_masks(source, names=list(stored), stored=stored, known=known, dense=never, **options)
+    if not any(bool(mask.any()) for mask in masks.values()):
+        raise ValueError("the given masks keep no weight at all (1 stands for kept)")
     for layer in layers:
         view, mask_NK = layer.view, masks[layer.view.name]
         if tuple(mask_NK.shape) != (view.n_inputs, view.n_outputs):

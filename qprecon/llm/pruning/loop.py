@@ -12,7 +12,6 @@ from torch import nn
 
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.memory import with_room
-from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.lowbit.adapter import keep_adapters, recall_adapters
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
@@ -59,7 +58,7 @@ def prune_blocks(
         if method.token_weights or method.output_weights or isinstance(rule, ByLoss):
             with log.phase("gradients"):
                 log.step("gradients", 0)
-                statistics.gradients = gradients = _gradients(source, plan, statistics.pruned, samples, log, ranks)
+                statistics.gradients = gradients = _gradients(source, plan, statistics, samples, log, ranks)
             plan = loss_plan(plan, gradients, rule) if isinstance(rule, ByLoss) else plan
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
@@ -117,16 +116,16 @@ def _in_order(
 
 
 def _gradients(
-    source: MemoryBlocks | DiskBlocks, plan: Plan, inputs: BlockInputs, samples: list[torch.Tensor], log: RunLog, ranks: Ranks
+    source: MemoryBlocks | DiskBlocks, plan: Plan, statistics: Statistics, samples: list[torch.Tensor], log: RunLog, ranks: Ranks
 ) -> LossGradients:
     """Of the dense model; those of an interrupted run are read again, as a GPU gives others in the last digits each time."""
-    known = source.recall(_GRADIENTS)
+    known, inputs = source.recall(_GRADIENTS), statistics.pruned
     if all(ranks.gathered(known is not None)):
         return LossGradients.of(known, inputs, ranks)
     layers = [[layer.view for layer in layers] for layers in plan.layers]
     windows = samples if inputs.share is None else [samples[number] for number in inputs.share.numbers]
     work = partial(loss_gradients, source, layers, inputs, windows, ranks)
-    found = with_room(inputs, log.note, "token weights", work) if ranks.size == 1 else work()  # ranks meet in it
+    found = with_room(statistics, log.note, "token weights", work) if ranks.size == 1 else work()  # ranks meet in it
     source.keep(_GRADIENTS, found.tensors(inputs.device))
     return found
 

@@ -108,9 +108,25 @@ def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: A
         log.note(f"the model was loaded as a whole, not block by block: {why_not}")
     elif left_over:
         log.note(f"{len(left_over)} tensors that the model has no place for are in the output as they are, first {left_over[0]}")
+    narrowed = _narrowed(frame, shards, dtype)
+    if narrowed is not None:
+        log.note(narrowed)
     if tokenizer is None:
         tokenizer = load_tokenizer(folder, needed_by="the calibration text" if text else None)
     return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype)
+
+
+def _narrowed(model: nn.Module, shards: Shards | None, dtype: Any) -> str | None:
+    """What to know where the files hold wider floats than the configuration asks for, as transformers loads them by itself."""
+    taken = getattr(model, "dtype", None)
+    if dtype != "auto" or shards is None or taken not in (torch.float16, torch.bfloat16):
+        return None
+    wide = {name: number for name, number in shards.dtypes.items() if number in ("F32", "F64")}
+    if 2 * len(wide) < len(shards.dtypes):
+        return None
+    word = str(taken).removeprefix("torch.")
+    held = next(iter(wide.values()))
+    return f"the files hold {held} and config.json says {word}: so weights are read and written, as transformers does (see dtype)"
 
 
 def companions_of(name: str, tokenizer: Any, files: WeightFiles | None = None) -> Companions | None:

@@ -107,7 +107,7 @@ def plan_layers(
     refused = [item for linears in found for item in linears.refused]
     names = [view.name for linears in found for view in linears.views] + [name for name, _ in refused]
     left_out = [item for linears in found for item in linears.excluded]
-    never = left_out + [(name, _OUTSIDE) for name in _other_linears(model)]
+    never = left_out + [(name, OUTSIDE) for name in _other_linears(model)]
     check_patterns(ignore, names + [name for name, _ in never], "ignore")
     check_patterns(targets, names + [name for name, _ in never], "targets")
     _check_targets(targets, names, never)
@@ -118,7 +118,7 @@ def plan_layers(
         return _pattern_of(name, patterns) is not None and _wanted(name, targets, ignore)
 
     check_refused(item for item in refused if wanted(item[0]))
-    left_out += [(name, "not asked for") for name, _ in refused]
+    left_out += [(name, NOT_ASKED) for name, _ in refused]
     check_held(blocks, [name for name, reason in left_out if reason == UNHELD and wanted(name)])
     layers: list[list[LayerPlan]] = []
     for linears in found:
@@ -126,7 +126,7 @@ def plan_layers(
         for view in linears.views:
             own = _pattern_of(view.name, patterns)
             if own is None or not wanted(view.name):
-                left_out.append((view.name, "not asked for"))
+                left_out.append((view.name, NOT_ASKED))
                 continue
             own.check(view.n_inputs, view.name)
             layers[-1].append(LayerPlan(view, own))
@@ -146,7 +146,8 @@ def _wanted(name: str, targets: Sequence[str], ignore: Sequence[str]) -> bool:
     return chosen and not any(matches(pattern, name) for pattern in ignore)
 
 
-_OUTSIDE = "it lies outside the decoder blocks; heads and embeddings are never pruned"
+NOT_ASKED = "not asked for"
+OUTSIDE = "it lies outside the decoder blocks; heads and embeddings are never pruned"
 
 
 def _check_targets(targets: Sequence[str], names: Sequence[str], never: Sequence[tuple[str, str]]) -> None:

@@ -39,7 +39,7 @@ from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.aliases import as_recipe
 from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recipe import Recipe
-from qprecon.llm.storage.in_memory import MemoryBlocks
+from qprecon.llm.storage.in_memory import MemoryBlocks, told_if_pruned_in_part
 from qprecon.llm.storage.output import Pack, check_output, check_writable, complete_folder, save_model
 from qprecon.llm.storage.replacing import tidy
 from qprecon.llm.storage.sources import DiskBlocks
@@ -70,7 +70,8 @@ def prune_model(
 
     Args:
         model: a transformers causal LM, pruned in place, or a folder or hub name (then `out` is needed). A folder of
-            safetensors is read and written block by block and never held; where that cannot be done, the report says why.
+            safetensors is read and written block by block and never held; where that cannot be done, the report says why. A run
+            that an error ends leaves a model in memory pruned in part, which a RuntimeWarning then says.
         calibration: windows of token numbers, (S, T) or a list of (T,) or (B, T), used as they are; what a tokenizer returns,
             input_ids with their attention_mask, whose padding is left out; or text, or one long tensor of tokens, (T,), from
             which `nsamples` windows of `seqlen` tokens are drawn with `seed`; or several sources of these with their shares of the
@@ -98,7 +99,7 @@ def prune_model(
         RankError: another rank has failed or does not answer; it is named.
     """
     assert isinstance(device, torch.device)  # chosen by `on_its_device`
-    with joined(rank_timeout) as ranks:
+    with joined(rank_timeout) as ranks, told_if_pruned_in_part(model):
         recipe = as_recipe(recipe, settings)
         if save_masks and out is None:
             raise ValueError("save_masks writes them into `out`, and there is none: give out=…")

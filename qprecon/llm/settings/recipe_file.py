@@ -12,6 +12,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, ScalarEvent
 
 from qprecon import files
+from qprecon.errors import BadFileError
 from qprecon.llm.model.targets import ATTENTION, as_patterns
 from qprecon.llm.settings.aliases import ALIASES, KEYS, SETTINGS, meant, overridden
 from qprecon.llm.settings.recipe import Recipe
@@ -53,6 +54,8 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     except YAMLError as error:
         problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
         raise ValueError(f"{path} is not YAML: {problem or error}{f', line {mark.line + 1}' if mark else ''}") from error
+    except BadFileError:  # names the file
+        raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(data, dict):

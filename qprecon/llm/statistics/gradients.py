@@ -56,8 +56,8 @@ def loss_gradients(
     """Squared gradients of the summed next-token loss of the dense model at the outputs of `layers` (those of each block).
 
     `inputs` are those of the first block, made of the `windows`, each (T,); they stay as they are. `ranks`: who has the other
-    windows, where the inputs are a share. ValueError for a model that does not predict tokens and, naming the block, for a gradient
-    that is not finite; MemoryError where the host's memory cannot hold what is to be kept.
+    windows, where the inputs are a share. ValueError for a model that does not predict tokens, for a loss that is not finite
+    (the window is named) and, naming the block, for a gradient that is not; MemoryError where the host cannot hold what is kept.
     """
     kept, following, containers = _forward(source, inputs)
     gradients = LossGradients.begun(inputs, ranks)
@@ -136,6 +136,7 @@ def _put_head_gradients(
     tokens_a_piece = max(HEAD_ENTRIES // vocabulary, 1)
     coming, words = iter(windows), 1 + max(int(window.max()) for window in windows)
     given: list[torch.Tensor] = []  # what the last block is to return
+    finite: list[torch.Tensor] = []  # whether each sample's are
 
     def instead(index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
         hidden = given[0] if index == final else split_call(args, kwargs)[0]
@@ -157,7 +158,14 @@ def _put_head_gradients(
                     with _explained(source.blocks[final].name):
                         result.copy_(_head_gradient(source.model, given[0], own, wanted, words))
                 parts.append(gradient)
-            last[sample] = stored(torch.cat(parts), inputs.store)
+            finite.append((found := torch.cat(parts)).isfinite().all())  # before it is on its way to the host
+            last[sample] = stored(found, inputs.store)
+    if not bool((sound := torch.stack(finite)).all()):
+        where = f"calibration {inputs.names[int((~sound).nonzero()[0])]}"
+        raise ValueError(
+            f"the dense model's own loss is not finite in {where}, or has no finite gradients: look at its weights and "
+            f"config.json; if they are as they should be, {_WITHOUT}"
+        )
 
 
 def _head_gradient(
@@ -241,7 +249,7 @@ class _Found:
 
     def _add(self, view: LinearView, x: torch.Tensor, gradient: torch.Tensor) -> None:
         # Norms read 16-bit floats once and write sums only; squares in float32 would be written and read again, twice.
-        norm = partial(torch.linalg.vector_norm, dtype=torch.float32)
+        norm = partial(torch.linalg.vector_norm, dtype=torch.promote_types(gradient.dtype, torch.float32))
         squares_T = norm(gradient, dim=-1).square().reshape(-1) / gradient.shape[-1]
         self.parts.setdefault(view.name, []).append(squares_T)
         energy_N = norm(x.reshape(len(squares_T), -1) * squares_T.sqrt().unsqueeze(1), dim=0).square()

@@ -53,7 +53,10 @@ def asked_weights(
     dense = [view.weights_NK(columns=some) for view, some in zip(views, columns, strict=True)]
     if drift_NN is None or (drift == 0 and residual_NK is None):
         return dense
-    solve = _Damped(views[0], grams.hessian(views[0]), damping)
+    hessian_NN = grams.hessian(views[0])
+    if not bool(hessian_NN.diagonal().any()):  # nothing but zeros enters: there is no drift to undo, whatever the damping
+        return dense
+    solve = _Damped(views[0], hessian_NN, damping)
     share = 1.0 if drift == AUTO else float(drift)
     asked_NK = (drift_NN @ torch.cat(dense, dim=1)).mul_(share) if drift != 0 else None
     residual_NK = None if residual_NK is None else residual * residual_NK[:, columns[0]]

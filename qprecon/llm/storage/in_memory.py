@@ -6,6 +6,7 @@ Like `sources.DiskBlocks` it has `model`, `finished` (how many blocks an earlier
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -124,6 +125,29 @@ class MemoryBlocks:
             known = pruned.get(name)
             zeros += known[0].zeros if known else parameter.numel() - int(torch.count_nonzero(parameter))
         return zeros, total
+
+
+@contextmanager
+def told_if_pruned_in_part(model: Any) -> Iterator[None]:
+    """While open, an error after which a model in memory is neither the dense nor the pruned one is told by a RuntimeWarning."""
+    before = _versions(model)
+    try:
+        yield
+    except BaseException:
+        if changed := [name for name, version in _versions(model).items() if before.get(name, version) != version]:
+            warnings.warn(
+                f"the run ended early, and the model in memory is pruned in part: {len(changed)} of its parameters have been "
+                f"changed, first {changed[0]}; load it again",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        raise
+
+
+def _versions(model: Any) -> dict[str, int]:
+    """How often torch has seen each parameter change in place; nothing of what is no model."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    return {name: parameter._version for name, parameter in named if not parameter.is_inference()}
 
 
 def named_masks(rows: Sequence[LayerRow], masks: dict[str, torch.Tensor]) -> Iterator[Packed]:

@@ -47,8 +47,10 @@ def check_output(out: str | Path) -> Path:
     """The output folder, absolute and with links followed, if it may be written: absent, empty, or written by qprecon before.
 
     Raises FileExistsError for a file, a folder that holds something else (the files are named) or is a mount point, and links
-    that lead to one another; PermissionError where no folder can be made.
+    that lead to one another; PermissionError where no folder can be made; ValueError for a name of nothing but blanks.
     """
+    if not os.fspath(out).strip():  # a variable of a shell that is not set
+        raise ValueError("the name of the output folder is empty")
     out = _followed(out)
     above = next(parent for parent in (*out.parents, out) if parent.exists())
     if not above.is_dir():

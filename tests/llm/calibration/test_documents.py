@@ -67,7 +67,8 @@ def test_text_that_only_begins_like_json_is_text(content, tmp_path):
     ("a.json", "[[1, 2]]", r"row 1: no \"text\".*\[1, 2\]"),
     ("a.jsonl", LINES + '{"text": null}', r"line 4: \"text\" is no string but None"),
     ("a.json", '[{"text": "a"},\n', r"line 2: not JSON"), ("a.json", "3", r"line 1: no \"text\""), ("a.jsonl", "\n \n", "no rows"),
-    ("a.jsonl", '{"messages": [{"role": "user"}]}', r"'messages'"),
+    ("a.jsonl", '{"messages": [{"role": "user"}]}', r"'messages'.*apply_chat_template"),
+    ("a.jsonl", '{"input_ids": [1, 2]}', r"'input_ids'.*as tensors"),
     ("a.jsonl", '{"text": "a"}\n' + "[" * 100_000, "line 2: not JSON"),
 ])  # fmt: skip
 def test_a_bad_row_is_named(name, content, said, tmp_path):
@@ -143,6 +144,12 @@ def test_nothing_is_waited_for_without_a_network(tmp_path, datasets, monkeypatch
     started = time.monotonic()
     assert load_texts(tmp_path / "a.csv") == ["words"]
     assert time.monotonic() - started < 10
+
+
+def test_an_empty_name_is_not_the_folder_that_one_is_in():
+    for source in ("", " "):
+        with pytest.raises(ValueError, match="name of the text is empty"):
+            load_texts(source)
 
 
 def test_a_folder_is_no_text(tmp_path):

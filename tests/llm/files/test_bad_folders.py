@@ -187,6 +187,22 @@ def test_a_shard_that_is_another_one_is_named(good, tmp_path, capsys):
         refused(capsys, command, second.name, "model.safetensors.index.json")
 
 
+@pytest.mark.parametrize("other", ["values", "shape", "none"])
+def test_a_tensor_in_two_shards_is_taken_only_if_both_are_the_same(good, other, tmp_path, capsys):
+    """What transformers takes of two is whatever it reads last."""
+    shutil.copytree(good, tmp_path / "x")
+    first, second, *_ = sorted((tmp_path / "x" / "shards").glob("model-*.safetensors"))
+    tensors, name = load_file(second), next(iter(load_file(first)))
+    twice = load_file(first)[name]
+    tensors[name] = {"values": twice + 1, "shape": twice[:1].clone(), "none": twice}[other]
+    save_file(tensors, second, metadata={"format": "pt"})
+    for command in commands(tmp_path / "x", "shards"):
+        if other == "none":
+            assert main(command) == 0
+        else:
+            refused(capsys, command, first.name, second.name, name)
+
+
 def test_an_index_that_leaves_the_folder(good, tmp_path, capsys):
     shutil.copytree(good, tmp_path / "x")
     path = tmp_path / "x" / "shards" / "model.safetensors.index.json"

@@ -125,7 +125,10 @@ def test_a_known_model_with_code_beside_it_is_read_without_that(tmp_path, monkey
 @pytest.mark.parametrize(("change", "said"), [
     ({"model_type": None}, "no model_type"), ({"model_type": "of-next-year"}, "'of-next-year' is unknown to transformers"),
     ({"hidden_size": "many"}, "cannot be loaded"), ({"num_attention_heads": 0}, "cannot be loaded"),
-    ({"hidden_size": 10**12}, "cannot be loaded|lacks|shape"), ({"vocab_size": None}, "cannot be loaded"),
+    ({"hidden_size": 10**12}, "cannot be loaded|lacks|shape"), ({"vocab_size": None}, "cannot be loaded|shape"),
+    ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps is NaN"), ({"a": {"b": [1, float("nan")]}}, "a.b.1 is NaN"),
+    ({"dtype": "floaty"}, "config.json: dtype is 'floaty'"), ({"hidden_act": "sillu"}, "config.json: hidden_act is 'sillu'"),
+    ({"vocab_size": 1000}, r"(embed_tokens|lm_head).weight in another shape than config.json asks for, \(1000, "),
 ])  # fmt: skip
 def test_configurations_that_make_no_sense(change, said, tmp_path):
     toy_llama().save_pretrained(tmp_path / "model")
@@ -136,6 +139,37 @@ def test_configurations_that_make_no_sense(change, said, tmp_path):
         with pytest.raises((ValueError, OSError, MemoryError), match=said) as caught:
             read(tmp_path / "model")
         assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_in_a_configuration_is_named(tmp_path):
+    toy_llama().save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    with pytest.raises(ValueError, match=r"config.json begins with a byte-order mark"):
+        load_config(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("asked", "said"), [("auto", True), ("float32", False)])
+def test_a_configuration_of_fewer_bits_than_the_files_is_said(asked, said, tmp_path):
+    toy_llama().save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16", "torch_dtype": "float16"}))
+    report = prune_model(
+        tmp_path / "model", torch.ones(2, 8, dtype=torch.int64), out=tmp_path / "out", progress=False, update="none", dtype=asked
+    )
+    assert any("files hold F32 and config.json says float16" in note for note in report.warnings) is said
+
+
+def test_eval_says_which_stored_tensors_it_has_no_place_for(tmp_path, capsys):
+    model = toy_llama()
+    model.save_pretrained(tmp_path / "model")
+    toy_tokenizer().save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": model.config.num_hidden_layers - 1}))
+    (tmp_path / "text.txt").write_text(words(400))
+    assert main(["eval", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--seqlen", "16", "--quiet", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert f"model.layers.{model.config.num_hidden_layers - 1}." in printed.err and json.loads(printed.out)["value"] > 1
 
 
 def test_without_a_tokenizer_the_command_speaks_of_files(tmp_path, capsys):

@@ -34,6 +34,30 @@ def test_files_are_outputs_by_inputs(tmp_path):
         assert set(load_masks(tmp_path / name, names=["b"])) == {"b"}
 
 
+def test_two_masks_for_one_layer_are_an_error(tmp_path):
+    np.savez(tmp_path / "m.npz", **{"a.weight": MASK_NK.T.numpy(), "a": MASK_NK.T.numpy()})
+    for source in (tmp_path / "m.npz", {"a": MASK_NK, "a.weight": ~MASK_NK}):
+        with pytest.raises(ValueError, match=r"two masks for one layer, 'a' and 'a\.weight'"):
+            load_masks(source)
+
+
+def test_a_mask_of_words_names_its_layer(tmp_path):
+    np.savez(tmp_path / "m.npz", a=MASK_NK.T.numpy().astype(str))
+    with pytest.raises(ValueError, match="layer 'a': the mask is no array of numbers"):
+        load_masks(tmp_path / "m.npz")
+
+
+def test_what_is_never_pruned_may_have_a_mask_that_keeps_all(tmp_path):
+    known, dense = ["a", "lm_head"], {"lm_head": "it is the head"}
+    for head, refused in ((torch.ones(6, 4), False), (MASK_NK, True)):
+        source = {"a": MASK_NK, "lm_head.weight": head}
+        if refused:
+            with pytest.raises(ValueError, match="zeros for 'lm_head', which is not pruned: it is the head"):
+                load_masks(source, names=["a"], known=known, dense=dense)
+        else:
+            assert list(load_masks(source, names=["a"], known=known, dense=dense)) == ["a"]
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", None])
 def test_the_zeros_of_a_checkpoint(tmp_path, model_type):
     weights = torch.where(MASK_NK, 0.5, 0.0)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from qprecon.engine import shared
 from qprecon.llm import prune_model
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears
+from qprecon.llm.pruning import loop
 from qprecon.proof import factor
 from tests.llm.families import build, tokens
 
@@ -247,6 +249,49 @@ def test_dead_inputs(dead):
     q = next(row for row in report.layers if row.name == "model.layers.1.self_attn.q_proj")
     assert q.reached_sparsity == 0.5 and q.relative_gap <= 1e-4
     assert q.error_stored == 0 if len(dead) == 32 else q.error_stored > 0
+
+
+@pytest.mark.parametrize("preset", ["balanced", "best"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_layer_that_nothing_enters_is_pruned_under_every_preset(preset, index):
+    """H = 0, with any damping: there is no drift to undo."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[index].post_attention_layernorm.weight.zero_()
+    report = prune_model(model, tokens(6), sparsity=0.5, allocation="uniform", preset=preset, progress=False)
+    assert all(p.isfinite().all() for p in model.parameters())
+    gate = next(row for row in report.layers if row.name == f"model.layers.{index}.mlp.gate_proj")
+    assert gate.reached_sparsity == 0.5 and gate.error_stored == 0
+    assert any(gate.name in note for note in report.warnings)
+
+
+def test_a_float64_model_under_the_default_preset():
+    """The same allocation and, until rounding first decides a choice of the mask, the same errors as in float32."""
+    model, other = build("llama"), build("llama").double()
+    rows, twice = (prune_model(each, tokens(6), sparsity=0.5, progress=False).layers for each in (model, other))
+    assert all(parameter.dtype == torch.float64 and parameter.isfinite().all() for parameter in other.parameters())
+    assert [row.requested_sparsity for row in twice] == [row.requested_sparsity for row in rows]
+    assert [row.error_stored for row in twice[:4]] == pytest.approx([row.error_stored for row in rows[:4]], rel=1e-3)
+    assert [row.error_stored for row in twice] == pytest.approx([row.error_stored for row in rows], rel=0.5)
+
+
+def test_a_run_that_ends_early_says_that_the_model_is_pruned_in_part(monkeypatch):
+    model = build("llama")
+    prune_of = loop.finished_rows
+
+    def fails(pruned, *more):
+        if pruned[0].view.name.startswith("model.layers.1."):
+            raise OSError("the disk is gone")
+        return prune_of(pruned, *more)
+
+    monkeypatch.setattr(loop, "finished_rows", fails)
+    with pytest.warns(RuntimeWarning, match=r"pruned in part: 14 of its parameters .* model\.layers\.0\.self_attn\.\w_proj"):
+        with pytest.raises(OSError, match="the disk is gone"):
+            prune(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="damping"):  # before anything is changed
+            prune(model, damping=-1.0)
 
 
 def test_eight_tokens_in_bfloat16():

@@ -288,6 +288,26 @@ def test_running_out_of_gpu_memory_moves_activations_to_the_host(turn, monkeypat
     assert same(model.state_dict(), expected.state_dict())
 
 
+def test_running_out_of_gpu_memory_in_the_gradients_moves_both_streams(monkeypatch):
+    """They share their hidden states, so that moving one of them frees nothing."""
+    model, expected = build("llama"), build("llama")
+    settings = {"preset": "balanced", "backend": "cholesky", "progress": False}
+    prune_model(expected, tokens(3), **settings)
+    moved, calls, own = [], [], pipeline.loss_gradients
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return own(*args)
+
+    monkeypatch.setattr(pipeline, "loss_gradients", failing)
+    monkeypatch.setattr(sources.BlockInputs, "to_host", lambda inputs: moved.append(id(inputs)) or True)
+    report = prune_model(model, tokens(3), **settings)
+    assert len(calls) == len(set(moved)) == 2 and "token weights: out of GPU memory" in report.warnings[0]
+    assert same(model.state_dict(), expected.state_dict())
+
+
 KILLING = """
 import os, random, signal, sys, time
 import torch
