@@ -18,4 +18,4 @@ def bits(x: Array) -> Array:
 
 def sampled_bits(x_NN: Array) -> Array:
     """``bits`` of the diagonal and of some 64 rows: a matrix that was scaled, or filled anew, has others."""
-    return bits(x_NN.diagonal()) + bits(x_NN[:: max(1, len(x_NN) // _ROWS)])
+    return bits(x_NN.diagonal()) ^ bits(x_NN[:: max(1, len(x_NN) // _ROWS)])

@@ -33,7 +33,7 @@ def test_the_sum_is_that_of_the_bits_however_an_array_lies(put, dtype):
 
 def test_tensors_of_bfloat16_and_of_graphs():
     x = torch.ones(3, 3, requires_grad=True)
-    assert int(bits(x.detach().bfloat16())) == 9 * 0x3F80 and int(sampled_bits(x.detach())) == 12 * 0x3F800000
+    assert int(bits(x.detach().bfloat16())) == 9 * 0x3F80 and int(sampled_bits(x.detach())) == (3 * 0x3F800000) ^ (9 * 0x3F800000)
 
 
 @pytest.mark.parametrize("ask", ["solve", "audit", "inverse_factor", "round"])
