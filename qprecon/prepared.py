@@ -13,12 +13,14 @@ from typing import Any
 from .arrays.interop import Array, Place, from_core, place_of
 from .arrays.linalg import exact_float32
 from .engine.choice import checked_dtype
+from .engine.in_progress import numbers_may_fail
 from .engine.shared import Shared
 from .engine.solving import Request, run
 from .grids.formats import Grid
 from .grids.on_grid import Effort, Rounded, rounded
 from .problem.column_qp import ColumnQP
 from .problem.hessian import Hessian, check_damping, floating
+from .proof.factor import Certificate
 from .proof.verdict import Audit, audited
 from .solution import Solution
 
@@ -58,6 +60,11 @@ class PreparedHessian:
     def ridge(self) -> float:
         """λ = δ · mean(diag H), in the units of H."""
         return self.hessian.ridge
+
+    @property
+    def certificate(self) -> Certificate:
+        """What is proved of H + λI, where H lies: see ``qprecon.proof.factor``. Made when it is first asked for."""
+        return self._at(self.hessian.place).certificate
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -122,7 +129,7 @@ class PreparedHessian:
         """
         problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
         shared = self._at(problem.place)
-        with exact_float32(), shared.fitting_threads(problem.n_columns):
+        with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
             return audited(problem, shared.certificate, floating(candidate, problem.place, "candidate"))
 
     def round(

@@ -14,7 +14,7 @@ from .arrays.checksum import bits
 from .arrays.interop import Array, cast, dtype_name, from_core, namespace, to_core
 from .errors import NotOptimalError
 from .problem.column_qp import ColumnQP
-from .proof.notices import fitted_to_rounding
+from .proof.notices import NO_LOWER_BOUND, fitted_to_rounding
 from .proof.passes import bounds_that_hold
 from .status import Status
 
@@ -168,6 +168,8 @@ class Solution:
         if k:
             worst = int(np.argmax(self.relative_gap))
             lines.append(f"largest certified relative gap {self.relative_gap[worst]:.2e} (column {worst})")
+            if 1.0 < self.relative_gap[worst] < np.inf:
+                lines.append(NO_LOWER_BOUND)
             start, end = float(self.baseline_objective.sum()), float(self.objective.sum())
             if start > 0:
                 lines.append(f"objective {start:.4g} -> {end:.4g} ({end / start:.3f} of the masked weights')")

@@ -53,8 +53,8 @@ class Start:
 
 def find_start(problem: ColumnQP, cert: Certificate, dtype: str, warm_NK: Array | None, columns: Any) -> Start:
     """The start of the chosen columns; ``warm_NK`` is a caller's (N, K) warm start for the whole problem."""
-    masked_NK = masked_weights(problem, dtype, columns)
-    masked = audit(problem, cert, masked_NK, columns, certify=False)
+    masked_NK, rough = masked_weights(problem, dtype, columns), cert.factor_NN is not None and cert.dead_N is None
+    masked = audit(problem, cert, masked_NK, columns, certify=False, rough=rough)
     energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
     zero_K, slack_K = _zero(problem, columns)
     if warm_NK is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from qprecon.files import near, one_line, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts, named_by_config
 from qprecon.llm.files.names import check_utf8_name
-from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
+from qprecon.llm.files.weight_files import check_contents, check_files, check_index, other_weights, weight_files
 from qprecon.llm.model.dtypes import as_dtype
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -84,7 +84,8 @@ def load_whole(
     folder = model_folder(model)
     config = _config(folder, str(model))
     files = weight_files(folder)
-    check_kinds(folder, check_files(files), config)
+    stored = check_files(files)
+    check_kinds(folder, stored, config)
     try:
         with loading(f"the model in {model}"), _in_silence():
             loaded, found = AutoModelForCausalLM.from_pretrained(
@@ -107,15 +108,29 @@ def load_whole(
     empty = {name for name, parameter in loaded.named_parameters() if parameter.is_meta}
     if missing := sorted({*found["missing_keys"], *empty}):
         check_index(files)
+        others = sorted(found["unexpected_keys"])
+        instead = f" (they hold {len(others)} other tensors, first {others[0]})" if others else ""
         raise ValueError(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
-            "complete, and is it a causal language model?"
+            f"complete{instead}, and is it a causal language model?"
         )
+    _check_stored_floats(folder, stored, loaded)
     left_over = sorted(found["unexpected_keys"])
     if getattr(config, "quantization_config", None) is None:
         check_left_over(folder, left_over)
     loaded.config._name_or_path = loaded.name_or_path = str(model)  # not where the hub's copy lies
     return loaded.to(target).eval(), left_over
+
+
+def _check_stored_floats(folder: Path, stored: Mapping[str, Mapping[str, str]], model: Any) -> None:
+    """BadFileError for integers where the model has floats, which transformers converts without a word."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    floats = {name for name, own in model.state_dict().items() if own.is_floating_point()}
+    for file, dtypes in stored.items():
+        for name, dtype in dtypes.items():
+            if name in floats and dtype.lower().startswith(("i", "u", "bool")):
+                raise BadFileError(f"{folder / file} holds {name} as {dtype}, where the model has floats")
 
 
 def load_config(model: str | Path) -> Any:
@@ -170,13 +185,15 @@ def model_folder(model: str | Path) -> Path:
         raise ValueError("the model's name is empty: give a folder or a hub name")
     path = Path(os.path.expanduser(model))
     if path.is_file():
-        raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name")
+        hint = other_weights(path.parent) if path.suffix == ".gguf" else ""
+        raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name{hint}")
     if path.is_dir():
         check_utf8_name(path, "model")
         if (path / "config.json").is_file():
             return path
         adapter = (path / "adapter_config.json").is_file()
         hint = "; it holds an adapter of PEFT: merge that into its model first (merge_and_unload)" if adapter else ""
+        hint = hint or other_weights(path)
         raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder{hint}")
     if path.exists() or not isinstance(model, str) or not is_hub_name(model):
         raise FileNotFoundError(f"no such model folder: {model}{near(path)}")
