@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="on a GPU: no run begins after so many")
     parser.add_argument("--processes", type=int, default=8, help="on a GPU: runs side by side")
     parser.add_argument("--first", type=int, default=0, help="on a GPU: number of the first run; counts are added to the JSON's")
-    parser.add_argument("--numbers", help="of kills: only these processes of their own, with commas between; nothing is written")
+    parser.add_argument("--numbers", help="of kills: only these processes, and `late`, with commas between; nothing is written")
     parser.add_argument("--again", action="store_true", help="of recipes and machines: only those that the JSON lists as faults")
     parser.add_argument("--no-json", action="store_true", help="print only")
     given = parser.parse_args(arguments)
@@ -95,7 +95,10 @@ def run(part: str, models: Models, folder: Path, count: int, given: argparse.Nam
     else:
         with Server() as server:
             if part == "kills" and given.numbers:
-                kills.processes(models, server, folder, [int(number) for number in given.numbers.split(",")], tally)
+                numbers = [int(number) for number in given.numbers.split(",") if number != "late"]
+                kills.processes(models, server, folder, numbers, tally)
+                if "late" in given.numbers:
+                    kills.late(models, server, folder / "late", count // 10, tally)
             elif given.again:
                 numbers = [int(fault.partition(":")[0]) for fault in earlier(part)["faults"]]
                 recipes.random_recipes(server, models, folder, count, tally, only=numbers)
@@ -108,6 +111,7 @@ def _served(part: str, server: Server, models: Models, folder: Path, count: int,
         kills.kills(server, models, folder / "moments", count, tally)
         kills.kills_at_changes(server, models, folder / "changes", tally)
         kills.processes(models, server, folder / "processes", range(count // 10), tally)
+        kills.late(models, server, folder / "late", count // 10, tally)
     elif part == "disk":
         disk.full_disk(server, models, folder, tally, step=count)
     elif part == "files":

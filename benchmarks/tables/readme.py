@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from benchmarks.tables import quality as quality_tables
+from benchmarks.tables import speed
 from benchmarks.tables.pages import RESULTS, load, rewrite, table
 
 METHODS = ("qprecon pcg", "SparseGPT's update", "Thanos's update", "ADMM", "mpax", "rAPDHG, paper's calling form")
@@ -75,7 +76,8 @@ def layers() -> str:
     latest = max(row["date"] for row in rows)
     body = [[method, *(_layer_cell(rows, problem, method, latest) for problem in problems)] for method in METHODS]
     note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. – not run. "
-    note += "\\* some columns timed, of this layer or of one with the same H, scaled to all; the gap is theirs."
+    note += "\\* only some columns were timed, of this layer or of one with the same H, and the time is scaled to all; the gap is "
+    note += "that of these columns."
     earlier = sorted({row["date"] for row in rows} - {latest})
     note += f" † an earlier run on another card of the kind, {', '.join(earlier)}." if earlier else ""
     return table(["method", *problems], body) + "\n\n" + note
@@ -89,7 +91,8 @@ def real_layers() -> str:
     problems = list(dict.fromkeys(row["problem"] for row in rows))
     kappa = {row["problem"]: f"{row['kappa']:.0e}" for row in rows}
     body = [[problem, kappa[problem], *(_layer_cell(rows, problem, m, latest) for m in methods)] for problem in problems]
-    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. \\* some columns timed, scaled to all; the gap is theirs."
+    note = f"Seconds, largest relative gap. {rows[0]['gpu']}, {latest}. "
+    note += "\\* only some columns were timed, and the time is scaled to all; the gap is that of these columns."
     return table(["layer", "κ", *methods], body) + "\n\n" + note
 
 
@@ -252,70 +255,6 @@ def repeated() -> str:
     return table(["problem", "how", "all five", "largest gap", "certified"], body) + "\n\n" + note
 
 
-def tried() -> str:
-    """What changes to a layer's solve took on a GPU, before and with them, in one run; the same problem in both."""
-    found = load("layer_phases_tried")
-    rows = {when: {row["problem"]: row for row in found[when]["layers"]} for when in ("before", "tried")}
-    large, small = "4096x4096 easy 50%", ("1024x1024 easy 50%", "576x1536 easy 50%")
-
-    def parts(when: str, names: tuple[str, ...]) -> float:
-        return sum(rows[when][large]["parts"].get(name, 0.0) for name in names)
-
-    def kernels(when: str, names: tuple[str, ...]) -> float:
-        row = rows[when][large]
-        return sum(each["seconds"] for each in row["top"] if each["kernel"].startswith(names)) / row["iterations"]
-
-    def line(what: str, measure: Callable[[str], float], predicted: str, kept: str) -> list[str]:
-        return [what, f"{1e3 * measure('before'):.2f}", predicted, f"{1e3 * measure('tried'):.2f}", kept]
-
-    vectors = ("audit, vectors", "audit, triangular")
-    body = [
-        line("audit after the solve, less its product", lambda w: parts(w, vectors), "2.2", "yes"),
-        line("factor, with the blocks' inverses", lambda w: parts(w, ("factor",)), "3.2", "from N·K > 2²⁴ on"),
-        line("K_j's inverses by a kernel", lambda w: parts(w, ("inverses", "K_j, the rest")), "0.9", "no"),
-        line(
-            "r, p and their products with F, an iteration: beside each other in kernels",
-            lambda w: kernels(w, ("_advance", "_turn", "_pieces", "nvjet_sm90_tss_320x64")), "0.22", "no",
-        ),
-        line("all of these, whole call", lambda w: rows[w][large]["seconds"], "28", "in part"),
-        *(
-            line(f"whole call, {name}", lambda w, name=name: rows[w][name]["seconds"], guess, "full products, audit")
-            for name, guess in zip(small, ("12", "10"), strict=True)
-        ),
-    ]  # fmt: skip
-    graphs = "; ".join(
-        f"{row['problem']} {1e3 * row['seconds']:.1f} with, {1e3 * rows['tried'][row['problem']]['seconds']:.1f} without"
-        for row in found["with_graphs"]
-    )
-    about = found["tried"]["about"]
-    note = f"Milliseconds; {large} unless another layer is named. {about['gpu']}, torch {about['torch']}, {about['date']}."
-    return table(["what", "before", "predicted", "measured", "kept"], body) + f"\n\n{note} CUDA graphs of an iteration: {graphs}."
-
-
-def kept() -> str:
-    """What the changes that were kept came to: whole calls and their audits, before and after in one run."""
-    found = load("layer_phases_before_after")
-    audits = ("audit, product", "audit, triangular", "audit, vectors", "start's audit, vectors")
-
-    def change(values: Iterable[float], scale: float, digits: int) -> str:
-        return " → ".join(f"{scale * value:.{digits}f}" for value in values)
-
-    body = [
-        [
-            rows[0]["problem"], change((row["seconds"] for row in rows), 1e3, 1),
-            change((sum(row["parts"].get(name, 0.0) for name in audits) for row in rows), 1e3, 1),
-            change((row["busy_seconds"] for row in rows), 1e3, 1), change((row["launches"] for row in rows), 1, 0),
-            change((row["largest_gap"] for row in rows), 1e5, 1),
-        ]
-        for rows in zip(found["before"]["layers"], found["after"]["layers"], strict=True)
-    ]  # fmt: skip
-    note = f"Before → after. {found['after']['about']['gpu']}, {found['after']['about']['date']}."
-    first = [found[when]["layers"][0]["first_seconds"] for when in ("after", "before")]
-    note += f" The very first call took {first[0]:.1f} s, in which Triton compiles; that of the next process {first[1]:.1f} s."
-    head = ["layer", "whole call, ms", "audits, ms", "GPU busy, ms", "launches", "largest gap, 1e-5"]
-    return table(head, body) + f"\n\n{note}"
-
-
 def few_tokens() -> str:
     """pcg with and without being told the number of samples."""
     rows = load("few_tokens")
@@ -349,8 +288,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "models": models,
         "phases": phases,
         "layers": layers,
-        "tried": tried,
-        "kept": kept,
+        "tried": speed.tried,
+        "kept": speed.kept,
         "real": real_layers,
         "masks": selection,
         "repeated": repeated,

@@ -93,7 +93,19 @@ def turns() -> str:
                 f"{per_block(run, result):.2f}", f"{per_block(first, result) / per_block(run, result):.2f}", peaks(run),
             ])  # fmt: skip
     head = ["model", "settings", "ranks", "beside the disk, s", "times as fast", "a block, s", "a block, times as fast"]
-    return table([*head, "peak GB a rank"], rows) if rows else "Not measured yet."
+    return table([*head, "peak GB a rank"], rows) if rows else "Not measured."
+
+
+def shared_card() -> str:
+    """Two processes on one card through Gloo: whether the answers are the same. Their time says nothing."""
+    lines = []
+    for result in rows_of("scaling_shared_card"):
+        run = result["runs"][-1]
+        same = "{identical_tensors} of {tensors} tensors with the bits of one process".format(**run["against_first"])
+        windows = f"{result['samples']} windows of {result['seqlen']} tokens"
+        where = f"{run['ranks']} processes on one {run['card']}"
+        lines.append(f"{result['model']}, {settings_of(result)}, {windows}, {where}: {same}.")
+    return "\n".join(lines)
 
 
 def one_card() -> str:
@@ -192,7 +204,7 @@ def sizes() -> str:
 SECTIONS = {
     "scaling, sizes": sizes,
     "scaling, measured": pruning, "scaling, one card": one_card, "scaling, recovery": recovery, "scaling, block": scaling_block,
-    "scaling, models": scaling, "scaling, phases": phases, "scaling, turns": turns,
+    "scaling, models": scaling, "scaling, phases": phases, "scaling, turns": turns, "scaling, shared card": shared_card,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from .interop import Array, namespace
 _LARGEST = 14  # the binary exponent of the largest entry
 _LEAF = 1024  # inputs up to which LAPACK or cuSOLVER inverts
 _TILE, _PANELS = 128, 4
+_PANEL_ROWS = 4096  # of a matrix that is halved for one product
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ class Halves:
         return Halves(self.high.mT, self.low.mT, self.unit)
 
 
-def unit_of(x: Array) -> Array:
-    """The power of two by which x is divided before it is halved; nothing waits for the device."""
+def unit_of(x: Array, dim: int | None = None) -> Array:
+    """The power of two by which x is divided before it is halved, or one along ``dim``; nothing waits for the device."""
     torch = namespace(x)
-    largest = torch.linalg.vector_norm(x, torch.inf).clamp_min(2.0**-100)
+    largest = torch.linalg.vector_norm(x, torch.inf, dim=dim, keepdim=dim is not None).clamp_min(2.0**-100)
     return largest / torch.frexp(largest).mantissa * 2.0**-_LARGEST
 
 
@@ -98,6 +99,28 @@ class Multiplier:
         return _wide(self._rows_N3N, columns_3NK), self._unit * unit
 
 
+def symmetric_product(matrix_NN: Array, root_N: Array, x_NK: Array) -> Array:
+    """A·x, float32, where |A_ij| ≤ root_i root_j: halved after that scaling, so that no large input costs the others their digits.
+
+    Its error stays below 4e-6 of root_i Σ root_j |x_j|. A row panel of A at a time, so that no halves of all of it exist.
+    """
+    torch, n = namespace(x_NK), len(x_NK)
+    root_N1 = root_N.to(x_NK.dtype)[:, None]
+    wide_NK = x_NK * root_N1
+    unit_1K = unit_of(wide_NK, 0)  # a column has its own: small ones keep their digits
+    high_NK = wide_NK.div_(unit_1K).half()
+    columns_3NK, out_NK = torch.cat((high_NK, high_NK, wide_NK.sub_(high_NK).half())), torch.empty_like(x_NK)
+    unit_1K = unit_1K * 2.0**-_LARGEST
+    for first in range(0, n, _PANEL_ROWS):
+        rows = slice(first, first + _PANEL_ROWS)
+        scaled = matrix_NN[rows] / root_N1[rows]
+        scaled.mul_(2.0**_LARGEST / root_N1.T)
+        high = scaled.half()
+        low = scaled.sub_(high).half()
+        out_NK[rows] = _wide(torch.cat((high, low, high), 1), columns_3NK).mul_(root_N1[rows]).mul_(unit_1K)
+    return out_NK
+
+
 def inverse(matrix_NN: Array) -> Array:
     """The inverse of a symmetric positive definite float32 matrix, which is used up; NaN if it is not definite numerically.
 
@@ -118,6 +141,40 @@ def inverse(matrix_NN: Array) -> Array:
         matrix_NN[panel, : panel.stop] = rows
         matrix_NN[:first, panel] = rows[:, :first].mT
     return matrix_NN
+
+
+def is_definite(matrix_NN: Array, more: float) -> bool:
+    """Whether D⁻½AD⁻½ + more·I has a Cholesky factor, D = diag A ≥ 0; a row of zeros counts as one of the identity.
+
+    Panel by panel, from the panels to its left; their products by halves, which takes half the time of float32 at 14336 inputs. All
+    numbers are at most 1 after scaling, so that the factor is as exact as N·2⁻²² there. One wait for the device.
+    """
+    torch, n = namespace(matrix_NN), len(matrix_NN)
+    diagonal_N = matrix_NN.diagonal()
+    root_N = torch.where(diagonal_N > 0, diagonal_N.sqrt(), 1.0)
+    more_N = more + (diagonal_N <= 0).to(matrix_NN.dtype)
+    high_NN, low_NN = (torch.empty(n, n, dtype=torch.float16, device=matrix_NN.device) for _ in range(2))
+    sound = []
+    for first in range(0, n, _LEAF):
+        left, block = slice(0, first), slice(first, min(first + _LEAF, n))
+        width = block.stop - first
+        panel_RB = matrix_NN[first:, block] / root_N[first:, None]
+        panel_RB /= root_N[block]
+        panel_RB.diagonal().add_(more_N[block])
+        if first:
+            rows = torch.cat((high_NN[first:, left], low_NN[first:, left], high_NN[first:, left]), 1)
+            columns = torch.cat((high_NN[block, left], high_NN[block, left], low_NN[block, left]), 1).T
+            panel_RB.sub_(_wide(rows, columns), alpha=2.0 ** -(2 * _LARGEST - 2))
+        factor_BB = _cholesky(panel_RB[:width])
+        sound.append(factor_BB.diagonal().isfinite().all())
+        identity_BB = torch.eye(width, dtype=factor_BB.dtype, device=factor_BB.device)
+        inverse_BB = torch.linalg.solve_triangular(factor_BB, identity_BB, upper=False)
+        panel_RB[width:] = multiply(Halves.of(panel_RB[width:]), Halves.of(inverse_BB).mT) if block.stop < n else 0.0
+        panel_RB[:width] = factor_BB
+        panel_RB.mul_(2.0 ** (_LARGEST - 1))
+        high_NN[first:, block] = panel_RB
+        low_NN[first:, block] = panel_RB.sub_(high_NN[first:, block])
+    return bool(torch.stack(sound).all()) if sound else True
 
 
 def _invert_factor(matrix_NN: Array) -> None:

@@ -208,8 +208,11 @@ def device_type(x: Array) -> str:
 
 
 def like(x: np.ndarray, near: Array) -> Array:
-    """A numpy array, its dtype kept, as an array of the kind and on the device of ``near``."""
-    return namespace(near).as_tensor(x, device=near.device) if kind_of(near) == "torch" else x
+    """A numpy array, its dtype kept, as an array of the kind and on the device of ``near``; nothing waits for the device.
+
+    A copy from a numpy array's memory returns once the array has been read, so that it may go or change then.
+    """
+    return namespace(near).as_tensor(x).to(near.device, non_blocking=True) if kind_of(near) == "torch" else x
 
 
 def synchronize(x: Array) -> None:

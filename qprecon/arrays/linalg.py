@@ -59,7 +59,7 @@ def cholesky(a_NN: Array, overwrite: bool = False) -> Array | None:
         in_place = overwrite and a_NN.is_contiguous() and not a_NN.requires_grad
         out = (a_NN.mT, torch.empty((), dtype=torch.int32, device=a_NN.device)) if in_place else None
         factor, info = torch.linalg.cholesky_ex(a_NN if out is None else out[0], out=out)
-        return factor if int(info) == 0 and bool(torch.isfinite(torch.diagonal(factor)).all()) else None
+        return factor if bool((info == 0) & torch.isfinite(torch.diagonal(factor)).all()) else None
     try:
         factor = _lapack().cholesky(a_NN, lower=True, check_finite=False)
     except np.linalg.LinAlgError:

@@ -6,6 +6,7 @@ Each column is CG on its own H_II. In Δ form: the residual is never formed from
 from __future__ import annotations
 
 import functools
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +20,10 @@ from ._pcg import precondition as precondition
 from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInPieces
 from ._pcg.product import Full, chosen_precision, product
+from ._pcg.recorded import recorded
 from ._pcg.vectors import Scalars, vectors
 
-_CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
+_MOST_UNSEEN = {"cpu": 1, "cuda": 4}  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
 _ALIGNMENT = 64  # columns
 _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
@@ -30,6 +32,7 @@ mostly launches, the full product gets there in one: 18 iterations at 1024 input
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
 H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
+_PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
 _SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
 
@@ -102,7 +105,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
                 return found
         multiply, tall = multiplying(precision), FactorInPieces if precision == "bf16" else Factor
         columns = chunk.start_NK.shape[1]
-        if precision == "bf16" and columns % _ALIGNMENT:
+        if device_type(chunk.start_NK) == "cuda" and columns % _ALIGNMENT:
             chunk = _padded(chunk, -columns % _ALIGNMENT)
         apply = precondition.for_columns(shared, chunk.mask_NK, tall) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
@@ -115,12 +118,13 @@ def prepare(system: System, options: Options) -> SolveChunk:
 
 
 def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
-    """On a GPU, than the product in pieces."""
-    return n * n * k <= _FULL_WORK or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
+    """On a GPU, than the product in pieces. A few columns are as a rule left for another round, which asks for more digits."""
+    return n * n * k <= _FULL_WORK or k <= _ALIGNMENT or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
 
 
 def _padded(chunk: Chunk, more: int) -> Chunk:
-    """The chunk with ``more`` empty columns: an odd width costs the tensor cores half their speed or worse."""
+    """The chunk with ``more`` empty columns: an odd width costs the tensor cores half their speed or worse, and kernels their
+    compilation."""
     pad = lambda x: None if x is None else namespace(x).nn.functional.pad(x, (0, more))  # noqa: E731
     fields = ("weights_NK", "mask_NK", "start_NK", "residual_NK", "start_objective_K", "improved_K", "linear_NK")
     return replace(chunk, **{name: pad(getattr(chunk, name)) for name in fields})
@@ -146,24 +150,42 @@ def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarr
 
 
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
-    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply.tail)
-    state, out, device = _State.begin(chunk, ops, apply), None, device_type(chunk.residual_NK)
+    ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply, apply)
+    state, out, device = _State.begin(chunk, ops), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
+    step, look, seen, best = state.step, min(3, _MOST_UNSEEN[device]), (0, 0.0), (0, np.inf)
     for iteration in range(1, limit + 1):
-        state.step(multiply)
-        if iteration % _CHECK_EVERY[device] and iteration != limit:
+        if iteration == 2 and ops.takes_no_memory:
+            step = recorded(step, state.x_NK)
+        step()
+        if iteration < look and iteration != limit:
             continue
-        if not state.freeze_finished():
+        before, seen = seen, (iteration, state.freeze_finished())
+        if not seen[1]:
+            break
+        look = iteration + _iterations_left(before, seen, _MOST_UNSEEN[device])
+        best = seen if seen[1] < 0.9 * best[1] else best
+        if ops.is_rough and iteration - best[0] >= _PATIENCE:
+            status = "stalled"
             break
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
         if device == "cpu":  # on a GPU the copies would cost more than the columns
             out, state = _leave_finished(out, state)
+            step = state.step
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
     return RawColumns(chunk.start_NK + out.x_NK, out.words, out.iterations, dict(extras))
+
+
+def _iterations_left(before: tuple[int, float], now: tuple[int, float], most: int) -> int:
+    """Until the worst column should be done, if it goes on as since the look before: (iteration, times too large) of both."""
+    (earlier, larger), (iteration, worst) = before, now
+    if most == 1 or not 1.0 < worst < larger:
+        return most
+    return max(1, min(most, math.ceil(math.log(worst) / math.log(larger / worst) * (iteration - earlier))))
 
 
 @dataclass(eq=False)
@@ -201,7 +223,6 @@ class _State:
 
     chunk: Chunk
     ops: Any
-    apply: precondition.Preconditioner
     x_NK: Array
     r_NK: Array
     p_NK: Array
@@ -209,14 +230,14 @@ class _State:
     finished_K: Array
 
     @staticmethod
-    def begin(chunk: Chunk, ops: Any, apply: precondition.Preconditioner) -> _State:
+    def begin(chunk: Chunk, ops: Any) -> _State:
         xp = namespace(chunk.residual_NK)
         r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
         if xp is not np:
             r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
         scalars = Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, apply.correction(r_NK), apply.inverse_diagonal_N1, scalars)
-        return _State(chunk, ops, apply, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
+        p_NK = ops.begin(r_NK, scalars)
+        return _State(chunk, ops, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
 
     def take(self, index: Array) -> _State:
         """Only some of the columns."""
@@ -225,7 +246,6 @@ class _State:
         return _State(
             replace(self.chunk, **objective),
             self.ops.take(index),
-            self.apply.take(index),
             *vectors_NK,
             self.scalars.take(index),
             self.finished_K[index],
@@ -233,27 +253,31 @@ class _State:
 
     def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
         """A word for each column, ``status`` for those still active, and their iterations."""
-        words = np.where(to_numpy(self.scalars.active_K), status, "converged").astype(object)
-        words[to_numpy(self.broken())] = "breakdown"
-        return words, np.array(to_numpy(self.scalars.iterations_K))
+        facts = (self.scalars.active_K, self.broken(), self.scalars.iterations_K)
+        active_K, broken_K, iterations_K = to_numpy(namespace(self.x_NK).stack([cast(fact, "int32") for fact in facts]))  # one look
+        words = np.where(active_K, status, "converged").astype(object)
+        words[broken_K != 0] = "breakdown"
+        return words, np.array(iterations_K)
 
-    def step(self, multiply: Any) -> None:
+    def step(self) -> None:
         """One iteration of every active column; a finished column's step is zero."""
-        self.ops.advance(self.x_NK, self.r_NK, self.p_NK, multiply(self.p_NK, self.ops), self.scalars)
-        self.ops.turn(self.p_NK, self.r_NK, self.apply.correction(self.r_NK), self.apply.inverse_diagonal_N1, self.scalars)
+        self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
 
-    def freeze_finished(self) -> bool:
-        """Stop the columns whose estimated gap is small enough; whether any is left."""
+    def freeze_finished(self) -> float:
+        """Stop the columns whose estimated gap is small enough; how many times too large the worst other one's is, or 0."""
         gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
         if self.chunk.linear_NK is None:
             base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
         else:
             base_K = self.chunk.improved_K + self.scalars.gain_K
         xp = namespace(gap_K)
-        small_K = gap_K <= self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
+        enough_K = self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
+        small_K = gap_K <= enough_K
         self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
-        self.scalars.active_K = self.scalars.active_K & ~self.finished_K
-        return bool(self.scalars.active_K.any())
+        self.scalars.active_K &= ~self.finished_K  # in its place, where a recorded step looks for it
+        ratio_K = xp.where(self.scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K))
+        worst = float(ratio_K.max()) if len(ratio_K) else 0.0
+        return worst if worst == worst else np.inf
 
     def broken(self) -> Array:
         """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""

@@ -11,6 +11,7 @@ from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
 MANY_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs as much as the product
 _TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each unit of an H100
 PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
+HALVED_FROM = 4096  # and in two of them
 HOST_PANELS, HOST_PANELS_FROM = 8, 256
 """The same for torch on a CPU: 9/16 of a whole product's operations. It took 58 to 63 % of its time at 576 to 4864 inputs and 512
 rows, with sixteen panels 55 to 66 %, one thread of AMD EPYC."""
@@ -43,7 +44,7 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
             if even < len(x_TN):
                 part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
         elif wide:
-            part_NN += torch.mm(left_TN.t(), right_TN, out_dtype=torch.float32)
+            add_wide(part_NN, left_TN.t(), right_TN)
         elif (pieces := pieces_of(x_TN)) > 1:
             even = len(x_TN) // pieces * pieces
             parts_PTN = x_TN[:even].reshape(pieces, -1, x_TN.shape[1])
@@ -58,13 +59,19 @@ def add_cross(sum_NK: Array, x_TN: Array, y_TK: Array) -> None:
     if kind_of(sum_NK) == "numpy":
         sum_NK += cast(x_TN, dtype_name(sum_NK)).T @ cast(y_TK, dtype_name(sum_NK))
         return
-    torch, wide = namespace(sum_NK), x_TN.dtype == y_TK.dtype and is_wide(x_TN, sum_NK)
+    wide = x_TN.dtype == y_TK.dtype and is_wide(x_TN, sum_NK)
     x_TN, y_TK = (x_TN, y_TK) if wide else (x_TN.to(sum_NK.dtype), y_TK.to(sum_NK.dtype))
     for rows in panels(len(sum_NK)):
         if wide:
-            sum_NK[rows] += torch.mm(x_TN[:, rows].t(), y_TK, out_dtype=torch.float32)
+            add_wide(sum_NK[rows], x_TN[:, rows].t(), y_TK)
         else:
             sum_NK[rows].addmm_(x_TN[:, rows].t(), y_TK)
+
+
+def add_wide(sum_NK: Array, left_NT: Array, right_TK: Array) -> None:
+    """Add a product of 16-bit matrices to a float32 tensor on a GPU, in the pass that writes it."""
+    torch = namespace(sum_NK)
+    torch.addmm(sum_NK, left_NT, right_TK, out_dtype=torch.float32, out=sum_NK)
 
 
 def mirror(sum_NN: Array) -> None:
@@ -82,8 +89,10 @@ def mirror(sum_NN: Array) -> None:
 
 def _triangle(sum_NN: Array) -> list[slice]:
     """Row panels in which the upper triangle is made."""
-    on_host = sum_NN.device.type == "cpu" and len(sum_NN) >= HOST_PANELS_FROM
-    return panels(len(sum_NN), -(-len(sum_NN) // HOST_PANELS) if on_host else None)
+    size, on_host = len(sum_NN), sum_NN.device.type == "cpu"
+    if on_host and size >= HOST_PANELS_FROM:
+        return panels(size, -(-size // HOST_PANELS))
+    return panels(size, -(-size // 2) if HALVED_FROM <= size < PANELS_FROM else None)
 
 
 def panels(size: int, step: int | None = None) -> list[slice]:

@@ -14,6 +14,13 @@ import triton
 import triton.language as tl
 
 _COLS = 32
+_VARIED: dict[str, Any] = {
+    "do_not_specialize": ["n", "k", "a_stride", "u_stride", "q_stride", "r_stride", "rest_stride", "mask_stride"],
+    "do_not_specialize_on_alignment": [
+        "a_ptr", "u_ptr", "scale_ptr", "zero_ptr", "q_ptr", "r_ptr", "rest_ptr", "mask_ptr", "out_ptr", "error_ptr",
+    ],
+}  # fmt: skip
+"""Any few columns of a layer are given, and a kernel is compiled anew, for half a second, where these are divisible by 16."""
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding and taking it away rounds to a whole number, ties to even, below 2²²
 _NONE, _BF16, _FP16 = 0, 1, 2
 _VALUES = {"float32": _NONE, "bfloat16": _BF16, "float16": _FP16}
@@ -52,7 +59,7 @@ def _nearest(
     return value
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _block(
     a_ptr, scale_ptr, zero_ptr, q_ptr, r_ptr, mask_ptr, out_ptr, n, k, a_stride, q_stride, r_stride, mask_stride,
     SCALED: tl.constexpr, ZEROS: tl.constexpr, INTEGER: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -83,7 +90,7 @@ def _block(
         tl.store(out_ptr + at * k + cols, step, cols < k)
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _sweep(
     u_ptr, scale_ptr, zero_ptr, rest_ptr, mask_ptr, q_ptr, error_ptr, n, k, u_stride, rest_stride, mask_stride,
     SCALED: tl.constexpr, ZEROS: tl.constexpr, INTEGER: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, Place, cast, dtype_name, from_core, namespace, to_core
+from ..arrays.checksum import sampled_bits
+from ..arrays.halves import has_fast_halves, is_definite
+from ..arrays.interop import Array, Place, cast, dtype_name, from_core, kind_of, namespace, to_core
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
 from ..contract.options import as_number, is_whole
 
@@ -17,13 +19,15 @@ ENTRY = 128.0
 On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/proof/test_certificate.py). An H100's
 tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens in batches of 2048
 (tests/contract/test_gpu.py). They lose more in longer batches, as sums are cut off towards zero: 371 was seen for a product of 5000
-rows (an H200). So `qprecon.data.sums` makes small H from shorter products; large ones from batches of 8192 were not measured."""
+rows (an H200). So `qprecon.data.sums` makes small H from shorter products. Large ones, from products of 8192 rows whose mean is
+half their standard deviation, were off by 412 at 4096 and 409 at 14336 inputs (an H200): more than this says."""
 
 _NOT_SEMIDEFINITE = (
     "H itself is not positive semidefinite, beyond what summing in float32 explains; only the damping makes it so. "
     "It is no Gram matrix, or one in too few bits: accumulate XᵀX in float32 or better"
 )
 _PANEL = 4096  # rows
+_HALVES_FROM = 8192  # inputs from which a factorisation by halves is faster than a library's
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -46,6 +50,7 @@ class Hessian:
     damping: float
     place: Place
     samples: int | None = None
+    sums: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
@@ -53,6 +58,12 @@ class Hessian:
         put("damping", check_damping(self.damping))
         if self.samples is not None and not (is_whole(self.samples) and self.samples >= 0):
             raise ValueError(f"samples must be the number of rows of X, got {self.samples!r}")
+        put("sums", sampled_bits(self.hessian_NN))
+
+    def check_unchanged(self) -> None:
+        """ValueError where the caller has written into H, which is not copied: what was made of it is of another matrix."""
+        if bool(sampled_bits(self.hessian_NN) != self.sums):
+            raise ValueError("H was changed after it was prepared, and is not copied: prepare it again, or prepare a copy")
 
     @property
     def n_inputs(self) -> int:
@@ -68,13 +79,16 @@ class Hessian:
     def is_gram(self) -> bool:
         """Whether H itself, without its damping, has no negative eigenvalue that summing in float32 does not explain.
 
-        Not a proof: it is told by a factorisation in H's own dtype, which in float32 is quick, and far better than what is asked.
+        Not a proof: it is told by a factorisation in H's own dtype (on a GPU a large one by halves), which in float32 is quick, and
+        far better than what is asked.
         """
         h_NN, n = self.hessian_NN, self.n_inputs
         diagonal_N = h_NN.diagonal()
         dead_N = diagonal_N == 0
         if bool((h_NN[dead_N] != 0).any()):
             return False
+        if n >= _HALVES_FROM and dtype_name(h_NN) == "float32" and kind_of(h_NN) == "torch" and has_fast_halves(h_NN):
+            return is_definite(h_NN, n * ENTRY * 2.0**-24)
         mean = float(power_of_two(np.asarray(mean_diagonal(h_NN))))
         more_N = n * ENTRY * 2.0**-24 * diagonal_N / mean + cast(dead_N, dtype_name(diagonal_N))
         with exact_float32():
@@ -128,16 +142,17 @@ def _checked(hessian_NN: Array) -> Array:
         raise ValueError(f"H must be square, got shape {tuple(hessian_NN.shape)}")
     if dtype_name(hessian_NN) in ("float16", "bfloat16"):
         hessian_NN = cast(hessian_NN, "float32")
-    xp = namespace(hessian_NN)
-    if not bool(xp.isfinite(hessian_NN).all()):
-        raise ValueError("H holds NaN or Inf: look for non-finite activations in the calibration data")
     if hessian_NN.shape[0] == 0:
         return hessian_NN
-    diagonal_N = hessian_NN.diagonal()
-    if bool((diagonal_N < 0).any()):
+    xp, diagonal_N = namespace(hessian_NN), hessian_NN.diagonal()
+    with np.errstate(invalid="ignore", over="ignore"):
+        skew_NN = abs(hessian_NN - hessian_NN.T)
+    skew, least, largest = xp.stack([skew_NN.max(), diagonal_N.min(), diagonal_N.max()]).tolist()  # one look at the device
+    if not np.isfinite([skew, least, largest]).all() and not bool(xp.isfinite(hessian_NN).all()):
+        raise ValueError("H holds NaN or Inf: look for non-finite activations in the calibration data")
+    if least < 0:
         raise ValueError(f"H has a negative diagonal entry (input {int(diagonal_N.argmin())}): it is no Gram matrix")
-    skew = float(abs(hessian_NN - hessian_NN.T).max())
-    if skew > 1e-3 * float(diagonal_N.max()):
+    if skew > 1e-3 * largest:
         raise ValueError(f"H is not symmetric (largest difference {skew:.3g})")
     return hessian_NN if skew == 0.0 else 0.5 * (hessian_NN + hessian_NN.T)
 

@@ -82,19 +82,22 @@ class Figures:
 
 
 def audit(
-    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None), *, certify: bool = True
-) -> Figures:
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None), *, certify: bool = True,
+    rough: bool = False,
+) -> Figures:  # fmt: skip
     """Figures ŵ = ``weights_NK`` (any float dtype) as the answer to the chosen columns of ``problem``.
 
-    Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite.
+    Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite. rough: for
+    float32 on a GPU the product with H may be float32's, see ``passes.look``; nothing is certified then.
     """
     n, k = weights_NK.shape
     piece = 2 * _PIECE if fused(problem, weights_NK) else _PIECE  # the kernels leave a third of the temporaries
     width = max(1, piece // max(n, 1))
     pieces = [slice(first, min(first + width, k)) for first in range(0, k, width)] or [slice(0, 0)]
-    rho_NK = namespace(weights_NK).empty_like(weights_NK)
+    rho_NK, rough = namespace(weights_NK).empty_like(weights_NK), rough and not certify
     figures = [
-        _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify) for piece in pieces
+        _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify, rough)
+        for piece in pieces
     ]
     joined = (np.concatenate(parts) for parts in zip(*figures, strict=True))
     return Figures(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
@@ -109,9 +112,9 @@ def _part(columns: Any, piece: slice, k: int) -> Any:
 
 
 def _audit_piece(
-    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool, rough: bool
 ) -> tuple[np.ndarray, ...]:
-    seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK), problem.mask_NK[:, columns]
+    seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK, rough), problem.mask_NK[:, columns]
     gap_K = np.inf + seen.price_K
     if certify:
         quadratic_K = _quadratic_term(problem, cert, seen.free_NK, seen.reach_K, mask_NK)

@@ -43,6 +43,7 @@ class Certificate:
         condition: (Σ √A_ii |x_i|)² ≤ condition · xᵀAx for every x on live inputs; inf without a factor.
         semidefinite: whether A has no negative eigenvalue beyond float64 rounding, after scaling by its diagonal.
         entry: entry (i, j) of H is known to ``entry`` · √(H_ii H_jj).
+        shift_N: T's diagonal, (N,) float64, or None without a factor.
         unit: a power of two near the mean of the diagonal.
         dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has other numbers there: no feasible residual does.
     """
@@ -54,6 +55,7 @@ class Certificate:
     entry: float
     unit: float
     dead_N: Array | None = None
+    shift_N: Array | None = None
 
     @functools.cached_property  # made for the first problem with enough columns
     def blocks(self) -> Blocks | None:
@@ -85,23 +87,27 @@ def certificate(hessian: Hessian) -> Certificate:
         return Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
     fill_N = trace / n * cast(dead_N, "float64")
     shifted = lambda by_N: cholesky(add_to_diagonal(hessian.hessian_NN, fill_N + hessian.ridge - by_N, "float64"), True)  # noqa: E731
-    factor_NN, condition = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
+    factor_NN, condition, shift_N = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
         raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain")
-    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, **facts)
+    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, shift_N=shift_N, **facts)
 
 
-def factor_below(shifted: Callable[[Array], Array | None], diagonal_N: Array, ridge: float = 0.0) -> tuple[Array | None, float]:
-    """L with LLᵀ ⪯ A, from ``shifted(T)``, a Cholesky factor of A − T or None, and its condition; (None, inf) if none was found."""
+def factor_below(
+    shifted: Callable[[Array], Array | None], diagonal_N: Array, ridge: float = 0.0
+) -> tuple[Array | None, float, Array | None]:
+    """L with LLᵀ ⪯ A, from ``shifted(T)``, a Cholesky factor of A − T or None, its condition and T; (None, inf, None) if none was
+    found."""
     n = diagonal_N.shape[0]
     least, error = 4.0 * n * gamma(n), gamma(n)
     if ridge > 0.0:
         ratio = 16.0 * float(diagonal_N.sum()) / ridge
         if ratio * error <= 0.25:
-            factor_NN = shifted(0.0 * diagonal_N + ridge / 16.0)
+            shift_N = 0.0 * diagonal_N + ridge / 16.0
+            factor_NN = shifted(shift_N)
             if factor_NN is not None:
-                return factor_NN, 1.34 * ratio
+                return factor_NN, 1.34 * ratio, shift_N
     for step in sorted({max(step, least) for step in _STEPS}, reverse=True):
         factor_NN = shifted(step * diagonal_N)
         if factor_NN is None:
@@ -110,8 +116,8 @@ def factor_below(shifted: Callable[[Array], Array | None], diagonal_N: Array, ri
         if lower < step:
             factor_NN = shifted(lower * diagonal_N)
         if factor_NN is not None:
-            return factor_NN, 1.34 * n / lower
-    return None, np.inf
+            return factor_NN, 1.34 * n / lower, lower * diagonal_N
+    return None, np.inf, None
 
 
 def own_factor(block_II: np.ndarray) -> tuple[np.ndarray | None, float]:

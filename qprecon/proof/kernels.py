@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 
 _ROWS, _COLS = 32, 64
+_VARIED = {"do_not_specialize": ["n", "steps"]}  # else compiled anew where one is 1, or divisible by 16
 _STEPS, _BUSY = 8, 1056  # tiles of a strip at most; programs from which on a GPU is busy
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _back(
     w_ptr, new_ptr, root_ptr, back_ptr, mass_ptr, n, k, w_row, w_col, new_row, new_col, steps,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -26,7 +27,7 @@ def _back(
         inside = (rows < n) & (cols < k)
         w = tl.load(w_ptr + rows * w_row + cols * w_col, inside, 0.0).to(tl.float64)
         back = w - tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
-        tl.store(back_ptr + rows * k + cols, back, inside)
+        tl.store(back_ptr + rows * k + cols, back.to(back_ptr.dtype.element_ty), inside)
         mass += tl.sum(tl.load(root_ptr + rows, rows < n, 0.0) * tl.abs(back), 0)[None, :]
     tl.store(mass_ptr + tl.program_id(0) * k + cols, mass, cols < k)
 
@@ -38,7 +39,7 @@ def _largest(before, x):
     return tl.maximum(before, tl.max(x, 0)[None, :])
 
 
-@triton.jit
+@triton.jit(**_VARIED)
 def _residual(
     rho_ptr, back_ptr, new_ptr, mask_ptr, root_ptr, out_ptr, found_ptr, n, k, new_row, new_col, mask_row, mask_col,
     out_row, out_col, steps, numbers_ptr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -52,13 +53,13 @@ def _residual(
     for step in range(steps):
         rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (rows < n) & (cols < k)
-        back = tl.load(back_ptr + rows * k + cols, inside, 0.0)
-        rho = tl.load(rho_ptr + rows * k + cols, inside, 0.0) + ridge * back
+        back = tl.load(back_ptr + rows * k + cols, inside, 0.0).to(tl.float64)
+        rho = tl.load(rho_ptr + rows * k + cols, inside, 0.0).to(tl.float64) + ridge * back
         tl.store(out_ptr + rows * out_row + cols * out_col, (rho * scale).to(out_ptr.dtype.element_ty), inside)
         value += tl.sum(back * rho, 0)[None, :]
         kept = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 0) != 0
         free = tl.where(kept, rho, 0.0)
-        tl.store(rho_ptr + rows * k + cols, free, inside)
+        tl.store(rho_ptr + rows * k + cols, free.to(rho_ptr.dtype.element_ty), inside)
         root = tl.load(root_ptr + rows, rows < n, 0.0)
         steepest = _largest(steepest, tl.abs(free) / tl.where(root > 0.0, root, 1.0))
         energy = _largest(energy, tl.abs(back) * root)
@@ -71,10 +72,12 @@ def _residual(
     tl.store(to + 3 * parts * k, outside, cols < k)
 
 
-def differences(w_NK: torch.Tensor, new_NK: torch.Tensor, root_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """w − ŵ, (N, K) float64, and Σ √A_ii |w_i − ŵ_i|, (K,)."""
+def differences(
+    w_NK: torch.Tensor, new_NK: torch.Tensor, root_N: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w − ŵ, (N, K) of that dtype, and Σ √A_ii |w_i − ŵ_i|, (K,) float64."""
     grid, steps, (n, k) = _strips(w_NK)
-    back_NK, mass_PK = root_N.new_empty(n, k), root_N.new_empty(grid[0], k)
+    back_NK, mass_PK = root_N.new_empty(n, k, dtype=dtype), root_N.new_empty(grid[0], k)
     with torch.cuda.device(w_NK.device):
         _back[grid](w_NK, new_NK, root_N, back_NK, mass_PK, n, k, *w_NK.stride(), *new_NK.stride(), steps, _ROWS, _COLS)
     return back_NK, mass_PK.sum(0)
@@ -84,8 +87,8 @@ def residuals(
     product_NK: torch.Tensor, back_NK: torch.Tensor, new_NK: torch.Tensor, mask_NK: torch.Tensor, root_N: torch.Tensor,
     ridge: float, scale: float, out_NK: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """With back = w − ŵ, H·back = ``product_NK`` (float64, C order) and ρ = H·back + λ·back: backᵀρ, and the largest |ρ_i|/√A_ii of
-    kept entries, |back_i|·√A_ii and |ŵ_i| of pruned entries, each (K,) float64.
+    """With back = w − ŵ, H·back = ``product_NK`` (of the same dtype, C order) and ρ = H·back + λ·back: backᵀρ, and the largest
+    |ρ_i|/√A_ii of kept entries, |back_i|·√A_ii and |ŵ_i| of pruned entries, each (K,) float64.
 
     ``out_NK`` becomes ρ·scale, and the product becomes ρ, 0 on pruned entries.
     """

@@ -12,13 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, cast, device_type, dtype_name, namespace
+from ..arrays.halves import has_fast_halves, symmetric_product
+from ..arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
 from ..arrays.linalg import column_dots, column_norms, masked
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import Hessian
 from .factor import Certificate, gamma
+from .triangular import transposed_norms
 
 TRITON = importlib.util.find_spec("triton") is not None
+ROUGH = 4e-6
+"""Entry i of a product of halves is off by at most ``ROUGH`` · √A_ii · mass: twice what was seen (``symmetric_product``)."""
+_EVEN, _MANY = 16, 2**22
+_ROUGH_FROM = 2.0**32  # N²K from which halves are faster than float64
 TINY = 1e-280  # objectives below may be what is left of larger ones that underflowed
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -49,10 +55,15 @@ class Seen:
     violation_K: Array
 
 
-def look(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array) -> Seen:
-    """One look at ŵ = ``weights_NK`` for some columns; ``rho_out_NK`` becomes ρ in units of ``cert.unit``."""
+def look(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, rough: bool = False
+) -> Seen:
+    """One look at ŵ = ``weights_NK`` for some columns; ``rho_out_NK`` becomes ρ in units of ``cert.unit``.
+
+    rough: the product may be one of halves, whose error is not bounded but known from experience (``ROUGH``).
+    """
     if fused(problem, weights_NK):
-        return _look_fused(problem, cert, weights_NK, columns, rho_out_NK)
+        return _look_fused(problem, cert, weights_NK, columns, rho_out_NK, rough)
     w_NK, new_NK = cast(problem.weights_NK[:, columns], "float64"), cast(weights_NK, "float64")
     mask_NK = problem.mask_NK[:, columns]
     back_NK = w_NK - new_NK  # −Δ
@@ -82,7 +93,7 @@ def energies(hessian: Hessian, new_NK: Array, old_NK: Array) -> tuple[Array, Arr
     """An upper bound on dᵀAd of every column of d = ``new_NK`` − ``old_NK``, (K,) float64, and Ad, (N, K) in the dtype of d."""
     root_N = (cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge) ** 0.5
     out_NK = namespace(new_NK).empty_like(new_NK)
-    if TRITON and device_type(new_NK) == "cuda" and 0 not in tuple(new_NK.shape):
+    if TRITON and device_type(new_NK) == "cuda" and _usual(new_NK):
         from .kernels import differences, residuals
 
         d_NK, mass_K = differences(new_NK, old_NK, root_N)
@@ -96,24 +107,60 @@ def energies(hessian: Hessian, new_NK: Array, old_NK: Array) -> tuple[Array, Arr
     return xp.maximum(value_K, xp.zeros_like(value_K)) + 2.0 * gamma(hessian.n_inputs) * mass_K**2, out_NK
 
 
+def distances(hessian: Hessian, cert: Certificate, new_NK: Array, old_NK: Array) -> Array:
+    """An upper bound on dᵀAd of every column of d = ``new_NK`` − ``old_NK``, (K,) float64: that of ``energies`` for half its price.
+
+    With A = LLᵀ + T − E and |E_ij| ≤ γ √(A_ii A_jj) (`factor`) it is ‖Lᵀd‖² + dᵀTd and at most γm² more, m = Σ √A_ii |d_i|, and the
+    computed norm is off by at most γm, as the rows of L are no longer than √A_ii.
+    """
+    if cert.factor_NN is None or cert.shift_N is None or cert.dead_N is not None or kind_of(cert.factor_NN) == "numpy":
+        return energies(hessian, new_NK, old_NK)[0]
+    if TRITON and device_type(new_NK) == "cuda" and _usual(new_NK):
+        from .kernels import differences
+
+        d_NK, mass_K = differences(new_NK, old_NK, cert.root_N)
+    else:
+        d_NK = cast(new_NK, "float64") - cast(old_NK, "float64")
+        mass_K = cert.root_N @ abs(d_NK)
+    error_K = gamma(hessian.n_inputs) * mass_K
+    norm_K = (1.0 + gamma(hessian.n_inputs)) * transposed_norms(cert.factor_NN, d_NK) + error_K
+    return norm_K**2 + cert.shift_N @ (d_NK * d_NK) + error_K * mass_K
+
+
 def fused(problem: ColumnQP, weights_NK: Array) -> bool:
     """Whether the kernels can be had for this."""
-    plain = problem.rhs_NK is None and not problem.has_bounds and 0 not in tuple(weights_NK.shape)
+    plain = problem.rhs_NK is None and not problem.has_bounds and _usual(weights_NK)
     floats = dtype_name(problem.weights_NK) in _FLOATS and dtype_name(weights_NK) in _FLOATS
     return TRITON and plain and floats and device_type(weights_NK) == "cuda"
 
 
-def _look_fused(problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array) -> Seen:
+def _usual(weights_NK: Array) -> bool:
+    """Whether the kernels are worth while: not for a few columns, for the number of which they might have to be compiled."""
+    n, k = weights_NK.shape
+    return n * k > 0 and (k % _EVEN == 0 or n * k >= _MANY)
+
+
+def _look_fused(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, rough: bool
+) -> Seen:
     from .kernels import differences, residuals
 
-    back_NK, mass_K = differences(problem.weights_NK[:, columns], weights_NK, cert.root_N)
-    free_NK = problem.hessian.product(back_NK)
+    rough = rough and takes_halves(problem, weights_NK)
+    w_NK, torch = problem.weights_NK[:, columns], namespace(weights_NK)
+    back_NK, mass_K = differences(w_NK, weights_NK, cert.root_N, torch.float32 if rough else torch.float64)
+    free_NK = symmetric_product(problem.hessian_NN, cert.root_N, back_NK) if rough else problem.hessian.product(back_NK)
     value_K, stationarity_K, energy_K, violation_K = residuals(
         free_NK, back_NK, weights_NK, problem.mask_NK[:, columns], cert.root_N, problem.ridge, 1.0 / cert.unit, rho_out_NK
     )
-    rounding_K = 2.0 * gamma(problem.n_inputs) * mass_K**2
-    price_K = namespace(value_K).zeros_like(value_K)
+    rounding_K = 2.0 * (ROUGH if rough else gamma(problem.n_inputs)) * mass_K**2
+    price_K = torch.zeros_like(value_K)
     return Seen(value_K, rounding_K, 0.0, mass_K, mass_K, free_NK, price_K, stationarity_K, energy_K, violation_K)
+
+
+def takes_halves(problem: ColumnQP, weights_NK: Array) -> bool:
+    """Whether a rough look is worth its halves: they are made for every product."""
+    narrow = dtype_name(problem.hessian_NN) == dtype_name(weights_NK) == "float32"
+    return narrow and has_fast_halves(weights_NK) and problem.n_inputs * weights_NK.shape[0] * weights_NK.shape[1] > _ROUGH_FROM
 
 
 def _split(

@@ -17,12 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays.interop import Array, device_type, namespace
-from ..arrays.linalg import identity, solve_lower
+from ..arrays.linalg import column_dots, identity, solve_lower
 
 _FROM, _LARGE = 2048, 8192  # inputs from which products are faster, and from which blocks are larger
 BLOCKS_FROM = 2**24
 """N·K from which the inverses are worth making: at 4096 x 4096 that took an H200 about as long as they saved, 2 ms."""
 _LEAF = 64
+_PANELS = 8  # of L's columns in a product with its transpose
 WORST = 1e-4
 """‖residual‖ / ‖y‖ in the norm of A⁻¹ up to which blocks are used: it is added to every bound."""
 
@@ -40,10 +41,11 @@ class Blocks:
         first = 0
         for inverse_bb in self.inverses:
             rows = slice(first, first + len(inverse_bb))
-            t_bK = s_NK[rows]
             if first:
-                t_bK = namespace(s_NK).addmm(t_bK, self.factor_NN[rows, :first], s_NK[:first], alpha=-1)
-            s_NK[rows] = inverse_bb @ t_bK
+                t_bK = namespace(s_NK).addmm(s_NK[rows], self.factor_NN[rows, :first], s_NK[:first], alpha=-1)
+                namespace(s_NK).mm(inverse_bb, t_bK, out=s_NK[rows])
+            else:
+                s_NK[rows] = inverse_bb @ s_NK[rows]
             first = rows.stop
         return s_NK
 
@@ -78,6 +80,16 @@ def blocks(factor_NN: Array, root_N: Array, condition: float, gamma_n: float, ga
         first += count * width
     error = 1.05 * (largest + 3.0 * gamma_n)
     return Blocks(factor_NN, inverses, error) if error * condition**0.5 <= WORST and largest < 1e-3 else None
+
+
+def transposed_norms(factor_NN: Array, d_NK: Array) -> Array:
+    """‖Lᵀd‖ of every column of d, (K,), with little more than the half of a full product's operations."""
+    total_K = 0.0 * d_NK[:1].sum(0)
+    step = max(_LEAF, -(-len(factor_NN) // _PANELS))
+    for first in range(0, len(factor_NN), step):
+        panel_BK = factor_NN[first:, first : first + step].T @ d_NK[first:]
+        total_K = total_K + column_dots(panel_BK, panel_BK)
+    return total_K**0.5
 
 
 def unproven(factor_NN: Array, size: int) -> Blocks:

@@ -32,7 +32,7 @@ def test_free_memory_is_asked_of_the_arrays_device(monkeypatch):
     assert 0.6 * free[1] / 2e5 / 2 < widths[1] <= 0.6 * free[1] / 2e5
 
 
-_KERNELS = ("qprecon.backends._pcg.kernels", "qprecon.proof.kernels")
+_KERNELS = ("qprecon.backends._pcg.fused", "qprecon.backends._pcg.kernels", "qprecon.proof.kernels")
 
 
 @pytest.fixture
@@ -53,8 +53,11 @@ def kernels(monkeypatch):
         yield
         current.pop()
 
+    for name in ("qprecon.backends.pcg", "qprecon.proof.audit"):
+        importlib.import_module(name)  # which look whether there is a Triton
     triton = types.ModuleType("triton")
-    triton.jit, triton.cdiv, triton.language = Kernel, lambda a, b: -(-a // b), types.ModuleType("triton.language")
+    triton.jit = lambda function=None, **options: Kernel if function is None else Kernel(function)
+    triton.cdiv, triton.language = lambda a, b: -(-a // b), types.ModuleType("triton.language")
     triton.language.constexpr = int
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", triton.language)
@@ -66,22 +69,28 @@ def kernels(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_kernels_are_launched_on_their_tensors_device(kernels):
-    """Triton takes the current device: every launch stands where its tensors are."""
+@pytest.mark.parametrize("split", [True, False])
+def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatch):
+    """Triton takes the current device: every launch stands where its tensors are. And an iteration makes no array."""
     module, launches = kernels
-    x_NK, mask_NK = torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool)
-    scalars = types.SimpleNamespace(
-        rz_K=torch.zeros(4), gain_K=torch.zeros(4), active_K=torch.zeros(4, dtype=torch.bool), iterations_K=torch.zeros(4)
-    )
-    fused = module.Fused(mask_NK)
-    p_NK = fused.begin(x_NK, None, torch.ones(8, 1), scalars)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None, out=None: out.fill_(len(a)))  # what it holds is not looked at
+    from qprecon.backends._pcg import factor, precondition, product
+    from qprecon.backends._pcg.vectors import Scalars
+
+    h_NN, r_NK, mask_NK = torch.eye(8) + 1.0, torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool)
+    low = precondition.LowRank(torch.ones(8, 2), torch.ones(8))
+    monkeypatch.setattr(factor, "TRITON", False)
+    apply = precondition.for_columns(low, mask_NK, factor.FactorInPieces if split else factor.Factor)
+    multiply = product.product(h_NN, low.factor_Nr, "bf16" if split else "full")
+    fused, scalars = module.Fused(mask_NK, multiply, apply), Scalars.zeros(r_NK)
+    p_NK, x_NK = fused.begin(r_NK, scalars), torch.zeros_like(r_NK)
     before = len(launches)
-    fused.advance(x_NK, x_NK, p_NK, x_NK, scalars)
-    fused.turn(p_NK, x_NK, x_NK, torch.ones(8, 1), scalars)
+    with torch.autograd.profiler.profile(profile_memory=True) as seen:
+        fused.step(x_NK, r_NK, p_NK, scalars)
     names = [name for name, _, _ in launches[before:]]  # small layers wait for launches: one more an iteration is slower
-    assert names == ["_curvature", "_alpha", "_advance", "_dot_z", "_beta", "_turn"]
-    module.pieces(x_NK)
-    assert {name for name, _, _ in launches} == {"_dot_z", "_beta", "_turn", "_curvature", "_alpha", "_advance", "_pieces"}
+    project, expand = (["_thin"], ["_thin", "_thin"]) if split else ([], [])
+    assert names == [*project, "_curvature", "_alpha", "_advance", *expand, "_dot_z", "_beta", "_turn"]
+    assert not any(event.self_cpu_memory_usage > 0 for event in seen.key_averages()) and len(seen.key_averages())
     for name, device, arguments in launches:
         assert {device} == {x.device for x in arguments if isinstance(x, torch.Tensor)}, name
 

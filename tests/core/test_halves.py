@@ -135,3 +135,38 @@ def test_without_tensor_cores_products_are_float32s(monkeypatch):
     assert torch.equal(total, torch.ones(30, 4).addmm_(a, b))
     spd = a @ a.T + torch.eye(30)
     assert torch.equal(halves.inverse(spd.clone()), torch.cholesky_inverse(torch.linalg.cholesky(spd)))
+
+
+def test_a_symmetric_product_by_its_roots(monkeypatch):
+    """Inputs 1e10 times as large as others cost these no digit; in row panels, as large matrices are multiplied."""
+    monkeypatch.setattr(halves, "_PANEL_ROWS", 100)
+    torch.manual_seed(0)
+    size_N = torch.logspace(-5, 5, 250)[torch.randperm(250)]
+    x_TN = torch.randn(600, 250) * size_N
+    h_NN, w_NK = x_TN.T @ x_TN, torch.randn(250, 30) * torch.logspace(-4, 4, 30)
+    root_N = h_NN.double().diagonal().sqrt()
+    wanted_NK = h_NN.double() @ w_NK.double()
+    size_NK = root_N[:, None] * (root_N @ w_NK.double().abs())
+    found_NK = halves.symmetric_product(h_NN, root_N, w_NK)
+    assert found_NK.dtype == torch.float32 and ((found_NK - wanted_NK).abs() / size_NK).max() < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [50, 130, 256])
+def test_whether_a_matrix_has_a_factor(device, n):
+    """After scaling by its diagonal: a Gram matrix of fewer rows than inputs and scales far apart, and one that is none."""
+    torch.manual_seed(0)
+    x_TN = torch.randn(n // 3, n) * torch.logspace(-6, 6, n)[torch.randperm(n)]
+    x_TN[:, 3] = 0.0
+    h_NN = (x_TN.T @ x_TN).to(device)
+    assert halves.is_definite(h_NN, 1e-3)
+    scale_N = torch.where(h_NN.diagonal() > 0, h_NN.diagonal().sqrt(), 1.0)
+    x_N = torch.randn(n, device=device)
+    x_N[3] = 0.0
+    worse_NN = h_NN - 0.05 * scale_N[:, None] * scale_N * torch.outer(x_N, x_N) / (x_N @ x_N)
+    scale_N = torch.where(worse_NN.diagonal() > 0, worse_NN.diagonal().sqrt(), 1.0)
+    least = torch.linalg.eigvalsh((worse_NN / scale_N[:, None] / scale_N).double())[0]
+    assert -0.08 < least < -0.01
+    assert not halves.is_definite(worse_NN, 0.9 * float(-least)) and halves.is_definite(worse_NN, 1.2 * float(-least))
+    worse_NN[0, 1] = worse_NN[1, 0] = torch.nan
+    assert not halves.is_definite(worse_NN, 1.0)

@@ -155,12 +155,7 @@ def processes(models: Models, server: Server, folder: Path, numbers: Iterable[in
     for number in numbers:
         random, how = tally.random(10**6 + number), HOW[number % len(HOW)]
         prepared = _prepare(run, there=number % 2 == 1)
-        began = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WHEN_READY, *run.command], cwd=ROOT, env=quiet_environment(), stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        process.stderr.readline()  # the command has begun; before, Python itself is told
+        began, process = time.monotonic(), _begun(run)
         moment = random.uniform(0, 4.0 + 2 * run.seconds)
         try:
             process.wait(moment)
@@ -180,6 +175,36 @@ def processes(models: Models, server: Server, folder: Path, numbers: Iterable[in
         check_killed(server, run, ended, how, f"process {number}: {how} after {moment:.3f} s", prepared, tally)
 
 
+def late(models: Models, server: Server, folder: Path, count: int, tally: Tally) -> None:
+    """Processes that are told to end when they have said their last word and Python is about to end."""
+    run = reference(server, models, "llama", folder / "late")
+    for number in range(count):
+        random, how = tally.random(2 * 10**6 + number), HOW[1 + number % 2]
+        prepared = _prepare(run, there=number % 4 > 1)
+        began, process, said = time.monotonic(), _begun(run), []
+        while not said or _LAST_WORD not in said[-1] and said[-1]:
+            said.append(process.stdout.readline())
+        moment = random.uniform(0, 0.4)
+        time.sleep(moment)
+        for _ in how.split():
+            process.send_signal(getattr(signal, how.split()[0]))
+        out, err = process.communicate(timeout=PATIENCE)
+        ended = Ended(process.returncode, "".join(said) + out, err, time.monotonic() - began)
+        tally.counts["of them processes that had said their last word"] += 1
+        check_killed(server, run, ended, how, f"late process {number}: {how} {moment:.3f} s after its last word", prepared, tally)
+
+
+def _begun(run: Reference) -> subprocess.Popen:
+    """A process whose command has begun; before, Python itself would be told."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WHEN_READY, *run.command], cwd=ROOT, env=quiet_environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    process.stderr.readline()
+    return process
+
+
+_LAST_WORD = "the pruned model and its report are in"
 _WHEN_READY = """
 import sys
 from qprecon import cli

@@ -8,7 +8,7 @@ import pytest
 
 from .damage import damaged_files
 from .disk import full_disk
-from .kills import kills, kills_at_changes, two_at_once
+from .kills import kills, kills_at_changes, late, two_at_once
 from .machines import NAMES, run_here
 from .memory import InProcess, out_of_memory, side_by_side
 from .recipes import bombs, paths_out, random_recipes
@@ -38,6 +38,11 @@ def tally(request):
 def test_killed_at_random_moments(server, models, tmp_path, tally):
     kills(server, models, tmp_path, 4, tally, kinds=("llama",))
     assert tally.counts["the same bits after all"] == 4
+
+
+def test_told_to_end_after_the_last_word(server, models, tmp_path, tally):
+    late(models, server, tmp_path, 2, tally)
+    assert tally.counts["the same bits after all"] == 2
 
 
 def test_killed_at_changes_of_files(server, models, tmp_path, tally):

@@ -6,6 +6,7 @@ import torch
 
 import qprecon
 from qprecon.proof import factor as factor
+from qprecon.proof import passes as passes
 from qprecon.proof import triangular as triangular
 from qprecon.proof.factor import certificate, gamma
 from qprecon.proof.triangular import blocks, lower_inverses
@@ -110,3 +111,21 @@ def test_both_solves_with_a_factor_are_those_of_the_library(n, size):
     torch.testing.assert_close(once, torch.linalg.solve_triangular(lower, s, upper=False), rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(twice, torch.linalg.solve_triangular(lower.T, s, upper=True), rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(found.solve_transposed_in_place(once), torch.cholesky_solve(s, lower), rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("n, power, damping", [(300, 0.5, 0.01), (257, 2.0, 0.01), (130, 1.0, 1e-6), (130, 0.5, 0.0)])
+def test_a_distance_from_half_the_products_is_an_upper_bound_and_near(n, power, damping):
+    """dᵀAd of rounding errors and of large steps, against extended precision. numpy's way is another."""
+    h = qprecon.prepare(hessian(n, power), damping=damping)
+    old_NK = torch.randn(n, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    new_NK = old_NK.bfloat16().double()
+    new_NK[:, ::3] = 0.0
+    new_NK[:, 5] = old_NK[:, 5]
+    found_K = passes.distances(h.hessian, h.certificate, new_NK, old_NK).numpy()
+    long_NN = np.longdouble(h.hessian.hessian_NN.numpy()) + np.longdouble(h.ridge) * np.eye(n, dtype=np.longdouble)
+    d_NK = np.longdouble(new_NK.numpy()) - np.longdouble(old_NK.numpy())
+    exact_K = (d_NK * (long_NN @ d_NK)).sum(0)
+    assert (found_K >= exact_K).all() and (found_K <= exact_K * (1 + 1e-7)).all() and found_K[5] == 0
+    plain = qprecon.prepare(h.hessian.hessian_NN.numpy(), damping=damping)
+    by_numpy_K = passes.distances(plain.hessian, plain.certificate, new_NK.numpy(), old_NK.numpy())
+    np.testing.assert_allclose(by_numpy_K, found_K, rtol=1e-7)

@@ -47,10 +47,10 @@ class FactorInPieces(Factor):
         xp = namespace(t_rK)
         return xp.mm(self.wide_N6r, self.stacked(t_rK), out_dtype=t_rK.dtype)
 
-    def stacked(self, t_rK: Array, out: Array | None = None) -> Array:
+    def stacked(self, t_rK: Array) -> Array:
         """t with `wide_N6r` @ t6 = Ft, (6r, K) bfloat16; products below 2⁻²⁴ are left out."""
         high, middle, low = pieces(t_rK).split(t_rK.shape[1], 1)
-        return namespace(t_rK).cat([high, middle, low, high, middle, high], out=out)
+        return namespace(t_rK).cat([high, middle, low, high, middle, high])
 
 
 def pieces(x_NK: Array) -> Array:

@@ -11,13 +11,16 @@ with itself.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace
-from ...arrays.linalg import bfloat16_parts, identity
+from ...arrays.halves import unit_of
+from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace, to_numpy
+from ...arrays.linalg import identity
 from .factor import Factor
+from .vectors import TRITON
 
 _OVERSAMPLING = 8
 _INNER_BYTES = 2.0**28
@@ -36,6 +39,11 @@ class LowRank:
 
     factor_Nr: Array
     diagonal_N: Array  # diag(H − FFᵀ) + λ, positive
+
+    @functools.cached_property
+    def pairs(self) -> Pairs:
+        """What ``_inner`` makes of the columns of F."""
+        return Pairs.of(self.factor_Nr.shape[1], self.factor_Nr)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +80,14 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     for _ in range(power_steps):
         basis_Nr = _orthonormal(undamped(basis_Nr))
     image_Nr = undamped(basis_Nr)
-    core_rr = cast(basis_Nr.T @ image_Nr, "float64")
-    values_r, vectors_rr = xp.linalg.eigh(0.5 * (core_rr + core_rr.T))
+    core_rr = to_numpy(cast(basis_Nr.T @ image_Nr, "float64"))
+    values_r, vectors_rr = np.linalg.eigh(0.5 * (core_rr + core_rr.T))  # so small a matrix keeps a GPU waiting for launches
     keep = slice(max(0, len(values_r) - rank), None)
     top = float(values_r[-1])
     # directions that are noise at this precision would make FFᵀ exceed H
     floor = 32.0 * _epsilon(hessian_NN) * max(top, 0.0)
-    scale_r = xp.where(values_r > floor, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5
-    factor_Nr = image_Nr @ cast((vectors_rr * scale_r[None, :])[:, keep], dtype_name(hessian_NN))
+    scale_r = np.where(values_r > floor, abs(values_r) + 1e-300, np.inf) ** -0.5
+    factor_Nr = image_Nr @ cast(like((vectors_rr * scale_r)[:, keep], hessian_NN), dtype_name(hessian_NN))
     captured_N = (factor_Nr * factor_Nr).sum(1)
     rest_N = hessian_NN.diagonal() - ridge - captured_N
     smallest = max(ridge, 1e-7 * max(top, 0.0) / max(n, 1), 1e-30)
@@ -99,46 +107,74 @@ def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor] = Factor) 
     """The preconditioner of columns with these masks, (N, K) bool; ``factor`` makes the products with D⁻¹F."""
     inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
     root_Nr = shared.factor_Nr * inverse_N1**0.5
-    return Preconditioner(inverse_N1, factor(shared.factor_Nr * inverse_N1), _inner(root_Nr, mask_NK))
+    return Preconditioner(inverse_N1, factor(shared.factor_Nr * inverse_N1), _inner(root_Nr, mask_NK, shared.pairs))
 
 
-def _inner(root_Nr: Array, mask_NK: Array) -> Array:
+def _inner(root_Nr: Array, mask_NK: Array, pairs: Pairs) -> Array:
     """K_j = (I + G_IᵀG_I)⁻¹ for every column, (K, r, r)."""
     xp, rank, k = namespace(root_Nr), root_Nr.shape[1], mask_NK.shape[1]
-    rows, cols = np.triu_indices(rank)
-    half = _pair_products(root_Nr, rows, cols, mask_NK)  # (K, r(r+1)/2): half, by symmetry
-    place = np.zeros((rank, rank), dtype=np.int64)
-    place[rows, cols] = place[cols, rows] = np.arange(len(rows))
-    index = like(place.reshape(-1), root_Nr)
+    half = _pair_products(root_Nr, pairs, mask_NK)  # (K, r(r+1)/2): half, by symmetry
     some = max(1, int(_INNER_BYTES // (8 * rank * rank)))  # columns whose float64 matrices are in memory together
     inner_Krr = xp.empty((k, rank, rank), dtype=half.dtype, **({} if xp is np else {"device": half.device}))
     for first in range(0, k, some):
         part = slice(first, min(first + some, k))
-        inner_Krr[part] = _inverse_plus_identity(half[part][:, index].reshape(-1, rank, rank))
+        inner_Krr[part] = _inverse_plus_identity(half[part][:, pairs.place_rr].reshape(-1, rank, rank))
     return inner_Krr
 
 
-def _pair_products(root_Nr: Array, rows: np.ndarray, cols: np.ndarray, mask_NK: Array) -> Array:
-    """The entries (rows, cols) of G_IᵀG_I for every column, (K, pairs); a slab at a time, as the N×pairs products are large."""
-    step = max(1, int(_SLAB // max(root_Nr.shape[0], 1)) // _ALIGNMENT) * _ALIGNMENT
-    xp, parts = namespace(root_Nr), []
-    for first in range(0, len(rows), step):
-        part = slice(first, first + step)
-        parts.append(_mask_product(mask_NK, root_Nr[:, rows[part]] * root_Nr[:, cols[part]]))
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The entries of a symmetric matrix of `rank` rows that are made, R of them, and where each of its entries then is."""
+
+    left_R: Array
+    right_R: Array
+    place_rr: Array  # flat
+
+    @staticmethod
+    def of(rank: int, near: Array) -> Pairs:
+        """On the device of ``near``, to which they are brought once for all columns."""
+        rows, cols = np.triu_indices(rank)
+        place = np.zeros((rank, rank), dtype=np.int64)
+        place[rows, cols] = place[cols, rows] = np.arange(len(rows))
+        return Pairs(*(like(index, near) for index in (rows, cols, place.reshape(-1))))
+
+
+def _pair_products(root_Nr: Array, pairs: Pairs, mask_NK: Array) -> Array:
+    """Those entries of G_IᵀG_I for every column, (K, R); a slab at a time, as the N×R products are large."""
+    n, count, on_gpu = root_Nr.shape[0], len(pairs.left_R), device_type(root_Nr) == "cuda" and dtype_name(root_Nr) == "float32"
+    step = max(1, int(_SLAB // max(n, 1)) // _ALIGNMENT) * _ALIGNMENT
+    slabs = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+    if on_gpu:
+        return _pairs_by_halves(root_Nr, pairs.left_R, pairs.right_R, mask_NK, slabs)
+    xp, mask_KN = namespace(root_Nr), cast(mask_NK, dtype_name(root_Nr)).T
+    parts = [mask_KN @ (root_Nr[:, pairs.left_R[part]] * root_Nr[:, pairs.right_R[part]]) for part in slabs]
     return parts[0] if len(parts) == 1 else xp.concatenate(parts, 1)
 
 
-def _mask_product(mask_NK: Array, values_NR: Array) -> Array:
-    """maskᵀ · values with float32 accuracy, (K, R)."""
-    if device_type(values_NR) != "cuda" or dtype_name(values_NR) != "float32":
-        return cast(mask_NK, dtype_name(values_NR)).T @ values_NR
-    # 0 and 1 are exact in bfloat16 and three bfloat16 parts hold a float32: tensor cores do it exactly, four times faster
-    torch = namespace(values_NR)
-    mask_KN = mask_NK.T.bfloat16()
-    total = torch.zeros(mask_KN.shape[0], values_NR.shape[1], dtype=torch.float32, device=values_NR.device)
-    for part in bfloat16_parts(values_NR, 3):
-        total += torch.mm(mask_KN, part, out_dtype=torch.float32)
-    return total
+def _pairs_by_halves(root_Nr: Array, left_R: Array, right_R: Array, mask_NK: Array, slabs: list[slice]) -> Array:
+    """Nearly as exact as in float32, on tensor cores: 0 and 1 are exact in float16, and two float16 numbers hold 22 bits.
+
+    root is scaled by a power of two such that its squares, the largest products, come to 2¹⁴ at most (`arrays.halves`).
+    """
+    torch = namespace(root_Nr)
+    unit = unit_of(root_Nr) * 2.0**7
+    root_Nr, mask_KN = root_Nr / unit, mask_NK.T.half()
+    mask_K2N = torch.cat([mask_KN, mask_KN], 1)
+    half_KR = torch.empty(mask_KN.shape[0], len(left_R), dtype=torch.float32, device=root_Nr.device)
+    for part in slabs:
+        values_2NR = _pair_halves(root_Nr, left_R[part], right_R[part])
+        half_KR[:, part] = torch.mm(mask_K2N, values_2NR, out_dtype=torch.float32)
+    return half_KR.mul_(unit * unit)
+
+
+def _pair_halves(root_Nr: Array, left_R: Array, right_R: Array) -> Array:
+    if TRITON:
+        from .kernels import pairs
+
+        return pairs(root_Nr, left_R, right_R)
+    products_NR = root_Nr[:, left_R] * root_Nr[:, right_R]
+    high_NR = products_NR.half()
+    return namespace(root_Nr).cat([high_NR, products_NR.sub_(high_NR).half()])
 
 
 def _inverse_plus_identity(gram_Krr: Array) -> Array:

@@ -19,9 +19,8 @@ class Full:
     """The product in the dtype of H."""
 
     hessian_NN: Array
-    tail = 0
 
-    def __call__(self, p_NK: Array, ops: Any) -> Array:
+    def __call__(self, p_NK: Array) -> Array:
         return self.hessian_NN @ p_NK
 
 
@@ -37,11 +36,11 @@ class Split:
         """Rows wanted below P."""
         return self.factor.wide_N6r.shape[1]
 
-    def __call__(self, p_NK: Array, ops: Any) -> Array:
+    def __call__(self, p_NK: Array) -> Array:
+        """Without the kernels of ``fused``, which write p with its pieces."""
         import torch
 
-        both_MK = ops.low(p_NK)
-        self.factor.stacked(self.factor.project(p_NK), out=both_MK[len(p_NK) :])
+        both_MK = torch.cat([p_NK.bfloat16(), self.factor.stacked(self.factor.project(p_NK))])
         return torch.mm(self.wide_NM, both_MK, out_dtype=torch.float32)
 
 

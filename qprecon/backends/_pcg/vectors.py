@@ -1,4 +1,4 @@
-"""The vector work of one CG iteration: plain array operations, or on CUDA a Triton kernel for each pass over memory.
+"""One CG iteration of all columns: plain array operations, or on CUDA a Triton kernel for each pass over memory.
 
 Most of an iteration on a GPU is not the product H·P but the N×K vectors that stream through memory around it: fused, they are
 read and written about half as often.
@@ -38,23 +38,36 @@ class Scalars:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """The operations with numpy or torch arrays. The mask is in the vectors' dtype; p and r are zero on pruned entries."""
+    """The operations with numpy or torch arrays. The mask is in the vectors' dtype; p and r are zero on pruned entries.
+
+    multiply: H·P of all columns, see ``product``. apply: C⁻¹ of these columns, see ``precondition``.
+    """
 
     mask_NK: Array
-    tail: int = 0
+    multiply: Any
+    apply: Any
+    takes_no_memory = is_rough = False
 
     def take(self, index: Array) -> Plain:
         """For some of the columns."""
-        return Plain(take_columns(self.mask_NK, index), self.tail)
+        return Plain(take_columns(self.mask_NK, index), self.multiply, self.apply.take(index))
 
-    def begin(self, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> Array:
-        """First direction p = z = D⁻¹r − w on kept entries; sets rz and active."""
-        z_NK, scalars.rz_K = self._precondition(r_NK, w_NK, inverse_N1)
+    def begin(self, r_NK: Array, scalars: Scalars) -> Array:
+        """First direction p = z = C⁻¹r, a new array; sets rz and active."""
+        z_NK, scalars.rz_K = self._precondition(r_NK)
         scalars.active_K = scalars.rz_K > 0
         return z_NK
 
-    def advance(self, x_NK: Array, r_NK: Array, p_NK: Array, q_NK: Array, scalars: Scalars) -> None:
-        """x += αp and r −= αq on kept entries in place, α = rz / pᵀq; a column whose curvature is not positive stops."""
+    def step(self, x_NK: Array, r_NK: Array, p_NK: Array, scalars: Scalars) -> None:
+        """One iteration of every active column, in place; a finished column's step is zero.
+
+        x += αp and r −= αAp on kept entries, α = rz / pᵀAp; a column whose curvature is not positive stops. Then p = z + βp with
+        z = C⁻¹r and β the ratio of the new rz to the old.
+        """
+        self._advance(x_NK, r_NK, p_NK, self.multiply(p_NK), scalars)
+        self._turn(p_NK, r_NK, scalars)
+
+    def _advance(self, x_NK: Array, r_NK: Array, p_NK: Array, q_NK: Array, scalars: Scalars) -> None:
         curvature_K = column_dots(p_NK, q_NK)
         scalars.active_K = scalars.active_K & (curvature_K > 0)
         alpha_K = _ratio(scalars.rz_K, curvature_K, scalars.active_K)
@@ -64,34 +77,29 @@ class Plain:
         scalars.gain_K = scalars.gain_K + alpha_K * scalars.rz_K
         scalars.iterations_K = scalars.iterations_K + scalars.active_K
 
-    def turn(self, p_NK: Array, r_NK: Array, w_NK: Array | None, inverse_N1: Array, scalars: Scalars) -> None:
-        """z = D⁻¹r − w on kept entries, then p = z + βp in place with β the ratio of the new rz to the old. ``w_NK`` is used up."""
-        z_NK, rz_K = self._precondition(r_NK, w_NK, inverse_N1)
+    def _turn(self, p_NK: Array, r_NK: Array, scalars: Scalars) -> None:
+        z_NK, rz_K = self._precondition(r_NK)
         beta_K = _ratio(rz_K, scalars.rz_K, scalars.active_K)
         p_NK *= beta_K[None, :]
         p_NK += z_NK
         scalars.active_K, scalars.rz_K = scalars.active_K & (rz_K > 0), rz_K
 
-    def _precondition(self, r_NK: Array, w_NK: Array | None, inverse_N1: Array) -> tuple[Array, Array]:
-        z_NK = r_NK * inverse_N1
+    def _precondition(self, r_NK: Array) -> tuple[Array, Array]:
+        """z = D⁻¹r − w on kept entries, and rᵀz."""
+        z_NK, w_NK = r_NK * self.apply.inverse_diagonal_N1, self.apply.correction(r_NK)
         if w_NK is not None:
             w_NK *= self.mask_NK
             z_NK -= w_NK
         return z_NK, column_dots(r_NK, z_NK)
 
-    def low(self, p_NK: Array) -> Array:
-        """p in bfloat16, and ``tail`` rows below it for the product to fill."""
-        low_NK = p_NK.bfloat16()
-        return namespace(p_NK).cat([low_NK, low_NK.new_empty(self.tail, p_NK.shape[1])])
 
-
-def vectors(like_NK: Array, mask_NK: Array, tail: int = 0) -> Any:
+def vectors(like_NK: Array, mask_NK: Array, multiply: Any, apply: Any) -> Any:
     """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
     if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32":
-        from .kernels import Fused
+        from .fused import Fused
 
-        return Fused(mask_NK.contiguous(), tail)
-    return Plain(cast(mask_NK, dtype_name(like_NK)), tail)
+        return Fused(mask_NK, multiply, apply)
+    return Plain(cast(mask_NK, dtype_name(like_NK)), multiply, apply)
 
 
 def _ratio(a_K: Array, b_K: Array, usable_K: Array) -> Array:

@@ -25,6 +25,7 @@ from qprecon.files import PICKLE, SAFETENSORS, check_file, read_json, reading
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_OTHER_ENDINGS = (".safetensors", ".gguf", ".h5", ".msgpack", ".pth", ".pt", ".ckpt", ".bin")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _READ = 2**20  # bytes of a pickle that are looked through for what it would run
 _BITS = {
@@ -70,8 +71,17 @@ def weight_files(folder: Path) -> WeightFiles:
             continue
         index = name if name.endswith(".index.json") else None
         return WeightFiles(folder, _of_index(folder / name) if index else (name,), ".safetensors" in name, index)
-    wanted = f"{named}, which config.json names" if named else f"{SINGLE}, {INDEX} or {_PICKLED[0]}"
-    raise FileNotFoundError(f"{folder} holds no weights: {wanted}, is not there")
+    wanted = f"{named}, which config.json names, is not there" if named else f"there is no {SINGLE}, {INDEX} or {_PICKLED[0]}"
+    raise FileNotFoundError(f"{folder} holds no weights that can be read: {wanted}{other_weights(folder)}")
+
+
+def other_weights(folder: Path) -> str:
+    """The end of a message: the weights that a folder has in other forms, and what can be done; nothing where it has none."""
+    found = sorted(path.name for path in folder.iterdir() if path.name.endswith(_OTHER_ENDINGS))
+    if not found:
+        return ""
+    way = "from_pretrained(…, gguf_file=…) reads it" if found[0].endswith(".gguf") else "convert it with transformers"
+    return f"; it has {found[0]}: {way}, and save_pretrained then writes a folder that can be read"
 
 
 def _of_index(index: Path) -> tuple[str, ...]:

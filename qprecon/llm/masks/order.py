@@ -28,8 +28,8 @@ def kth_smallest(score: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def may_wait(score: torch.Tensor) -> bool:
-    """Whether looking at numbers on the way costs next to nothing: on a host, and for one long vector."""
-    return not score.is_cuda or (score.ndim == 1 and len(score) >= LONG)
+    """Whether looking at numbers on the way costs next to nothing: on a host, and for many scores."""
+    return not score.is_cuda or score.numel() >= LONG
 
 
 def _between_quantiles(score_n: torch.Tensor, k: int) -> torch.Tensor | None:

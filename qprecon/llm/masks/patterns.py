@@ -157,7 +157,7 @@ def select_mask(score_NK: torch.Tensor, pattern: Pattern, group: str = "output")
 def lowest(score: torch.Tensor, k: int) -> torch.Tensor:
     """True at the k lowest along the first dimension, of equal ones the earlier. No NaN check.
 
-    Waits for the device only with a vector of `order.LONG` scores or more.
+    Waits for the device only with `order.LONG` scores or more.
     """
     import torch
 
@@ -167,10 +167,21 @@ def lowest(score: torch.Tensor, k: int) -> torch.Tensor:
     if k <= 0 or k >= n:
         return torch.full_like(score, k > 0, dtype=torch.bool)
     threshold = order.kth_smallest(score, k)
-    if order.may_wait(score):
-        pruned = score <= threshold
-        if bool((pruned.sum(0) == k).all()):  # no ties to break
-            return pruned
+    if not order.may_wait(score):
+        return _first_of_equals(score, threshold, k)
+    pruned = score <= threshold
+    too_many = pruned.sum(0, dtype=torch.int32) != k
+    if score.ndim == 1:
+        return _first_of_equals(score, threshold, k) if bool(too_many) else pruned
+    tied = too_many.nonzero()[:, 0]  # a few columns, as a rule: sums along columns take longer than all the rest
+    if len(tied):
+        pruned[:, tied] = _first_of_equals(score[:, tied], threshold[tied], k)
+    return pruned
+
+
+def _first_of_equals(score: torch.Tensor, threshold: torch.Tensor, k: int) -> torch.Tensor:
+    import torch
+
     below = score < threshold
     equal = score == threshold
     # A 1-d cumsum in int32 is exact below 2**31 entries, far above any layer's size.

@@ -17,7 +17,7 @@ from qprecon.files import near, one_line, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts, named_by_config
 from qprecon.llm.files.names import check_utf8_name
-from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
+from qprecon.llm.files.weight_files import check_contents, check_files, check_index, other_weights, weight_files
 from qprecon.llm.model.dtypes import as_dtype
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -107,9 +107,11 @@ def load_whole(
     empty = {name for name, parameter in loaded.named_parameters() if parameter.is_meta}
     if missing := sorted({*found["missing_keys"], *empty}):
         check_index(files)
+        others = sorted(found["unexpected_keys"])
+        instead = f" (they hold {len(others)} other tensors, first {others[0]})" if others else ""
         raise ValueError(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
-            "complete, and is it a causal language model?"
+            f"complete{instead}, and is it a causal language model?"
         )
     left_over = sorted(found["unexpected_keys"])
     if getattr(config, "quantization_config", None) is None:
@@ -170,13 +172,15 @@ def model_folder(model: str | Path) -> Path:
         raise ValueError("the model's name is empty: give a folder or a hub name")
     path = Path(os.path.expanduser(model))
     if path.is_file():
-        raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name")
+        hint = other_weights(path.parent) if path.suffix == ".gguf" else ""
+        raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name{hint}")
     if path.is_dir():
         check_utf8_name(path, "model")
         if (path / "config.json").is_file():
             return path
         adapter = (path / "adapter_config.json").is_file()
         hint = "; it holds an adapter of PEFT: merge that into its model first (merge_and_unload)" if adapter else ""
+        hint = hint or other_weights(path)
         raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder{hint}")
     if path.exists() or not isinstance(model, str) or not is_hub_name(model):
         raise FileNotFoundError(f"no such model folder: {model}{near(path)}")

@@ -13,6 +13,7 @@ import torch
 
 from qprecon.arrays.halves import has_fast_halves
 from qprecon.arrays.linalg import bfloat16_parts
+from qprecon.data.sums import add_wide
 from qprecon.llm.lowbit.rounding import at_host, joined_scales, relative_gap
 from qprecon.llm.masks.packed import pack
 from qprecon.llm.ranks.group import Ranks
@@ -241,10 +242,12 @@ class Energy:
     def _product(self, d_NK: torch.Tensor, narrow: bool) -> torch.Tensor:
         if self.halves is None:
             return self.hessian_NN @ d_NK
-        multiply = lambda a, b: torch.mm(a, b, out_dtype=torch.float32)  # noqa: E731
         (high_NN, low_NN), (high_NK, low_NK) = self.halves, bfloat16_parts(d_NK, 2)
-        product_NK = multiply(high_NN, high_NK).add_(multiply(low_NN, high_NK))
-        return product_NK if narrow else product_NK.add_(multiply(high_NN, low_NK))
+        product_NK = torch.mm(high_NN, high_NK, out_dtype=torch.float32)
+        add_wide(product_NK, low_NN, high_NK)
+        if not narrow:
+            add_wide(product_NK, high_NN, low_NK)
+        return product_NK
 
 
 def _solver_facts(solution: qprecon.Solution | None, columns: slice, tol: float) -> dict[str, Any]:

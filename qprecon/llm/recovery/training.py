@@ -221,7 +221,10 @@ def _snapshot(run: Run) -> list[torch.Tensor]:
 
 
 def _is_over(course: Course, patience: int) -> bool:
-    return len(course.looks) - 1 - course.best_place >= patience
+    """Whether the last `patience` looks brought no gain over the looks before them. The start is not among these: while the rate
+    is high a model that was nearly optimal does worse than it did there, and better again as the rate falls."""
+    losses = [look.loss for _, look in course.looks[1:]]
+    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 def _due(save_steps: int | None) -> Callable[[int], bool]:

@@ -38,19 +38,21 @@ def model_card(report: PruneReport) -> str:
         f"- Mean relative reconstruction error of a layer: {report.mean_error('error_masked'):.4g} with the mask alone, "
         f"{report.mean_error('error_stored'):.4g} as stored\n\n"
         f"{report.stored_as()} Pruning costs quality; measure it on your own task before use.\n\n"
-        f"{_adapter(settings.get('adapter_rank', 0))}"
+        f"{_adapter(settings.get('adapter_rank', 0), packed=any(row.bits is not None for row in report.layers))}"
         f"Each layer's figures are in `{REPORT_NAME}`.\n"
     )
 
 
-def _adapter(rank: int) -> str:
-    """How to load what lies beside the weights."""
+def _adapter(rank: int, packed: bool) -> str:
+    """How to load what lies beside the weights. Packed weights are to be unpacked first: PEFT wants a layer's `weight`."""
     if not rank:
         return ""
+    config = ", CompressedTensorsConfig" if packed else ""
+    unpacked = ", quantization_config=CompressedTensorsConfig(run_compressed=False)" if packed else ""
     return (
         f"The folder `adapter` holds a low-rank part of rank {rank} that belongs to these weights; the errors above are those of "
         "both together. Weights that are loaded without it are worse. With PEFT:\n\n"
-        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")\n'
+        f"```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM{config}\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto"{unpacked})\n'
         'model = PeftModel.from_pretrained(model, "FOLDER/adapter")\n```\n\n'
     )

@@ -32,6 +32,7 @@ GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page. A process that was killed then
 # leaves a file under its temporary name.
 _ADDED = frozenset({"recipe.yaml", MASKS_NAME, "qprecon_eval.json", "report.html"})
+_LONGEST = 220  # bytes of a name, which the names of what lies beside an output while it is made are longer than
 _UNFINISHED = frozenset(temporary(name) for name in _ADDED)
 EXPLAINED = _ADDED | {REPORT_NAME, RECOVERY_NAME}
 # What a run may have written before reports listed their files.
@@ -52,6 +53,8 @@ def check_output(out: str | Path) -> Path:
     if not os.fspath(out).strip():  # a variable of a shell that is not set
         raise ValueError("the name of the output folder is empty")
     out = _followed(out)
+    if len(os.fsencode(out.name)) > _LONGEST:
+        raise ValueError(f"the name of the output folder is too long: {out.name[:40]}…, of at most {_LONGEST} bytes")
     above = next(parent for parent in (*out.parents, out) if parent.exists())
     if not above.is_dir():
         raise FileExistsError(f"output {out} would lie in {above}, which is a file")

@@ -203,6 +203,47 @@ def test_a_tensor_in_two_shards_is_taken_only_if_both_are_the_same(good, other, 
             refused(capsys, command, first.name, second.name, name)
 
 
+@pytest.mark.parametrize("model", ["one", "pickled"])
+def test_integers_where_the_model_has_floats(good, model, tmp_path, capsys):
+    """transformers would convert them: a norm of ones and zeros."""
+    shutil.copytree(good, tmp_path / "x")
+    file, name = tmp_path / "x" / model / ("model.safetensors" if model == "one" else "pytorch_model.bin"), "model.norm.weight"
+    tensors = load_file(good / "one" / "model.safetensors")
+    tensors[name] = tensors[name].long()
+    save_file(tensors, file, metadata={"format": "pt"}) if model == "one" else torch.save(tensors, file)
+    for command in commands(tmp_path / "x", model):
+        refused(capsys, command, file.name, name)
+
+
+@pytest.mark.parametrize(("file", "config", "said"), [
+    ("consolidated.safetensors", True, "save_pretrained"), ("m.gguf", True, "gguf_file"), ("m.gguf", False, "gguf_file"),
+    ("tf_model.h5", True, "save_pretrained"),
+])  # fmt: skip
+def test_weights_in_other_forms_are_named_with_a_way_out(good, file, config, said, tmp_path, capsys):
+    folder = tmp_path / "x" / "other"
+    folder.mkdir(parents=True)
+    (folder / file).write_bytes(b"GGUF")
+    shutil.copy(good / "text.jsonl", tmp_path / "x")
+    if config:
+        for path in (good / "one").glob("*.json"):
+            shutil.copy(path, folder)
+    for command in commands(tmp_path / "x", "other"):
+        refused(capsys, command, file, said)
+    if file.endswith("gguf"):
+        for command in commands(tmp_path / "x", "other/m.gguf"):
+            refused(capsys, command, file, said)
+
+
+def test_tensors_under_other_names_are_named(good, tmp_path, capsys):
+    """As of a model that PEFT wrapped."""
+    shutil.copytree(good, tmp_path / "x")
+    path = tmp_path / "x" / "one" / "model.safetensors"
+    tensors = {f"base_model.model.{name}": tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    for command in commands(tmp_path / "x", "one"):
+        refused(capsys, command, "lm_head.weight", "base_model.model.lm_head.weight")
+
+
 def test_an_index_that_leaves_the_folder(good, tmp_path, capsys):
     shutil.copytree(good, tmp_path / "x")
     path = tmp_path / "x" / "shards" / "model.safetensors.index.json"

@@ -98,6 +98,20 @@ def test_peft_loads_it_on_top_of_the_pruned_model(streamed, quantize, tmp_path):
     assert (plain.float() - logits(own).float()).abs().max() > 2 * away
 
 
+@pytest.mark.parametrize("grid", ["", "int4", "int8", "fp8", "nvfp4"])
+def test_the_cards_code_loads_it(grid, tmp_path):
+    """The code in the model card, run as it is, computes with weights and adapter as the model in memory does."""
+    pytest.importorskip("peft")
+    quantize = {"quantize": grid, **({"group_size": 16} if grid == "int4" else {})} if grid else {}
+    own = build("llama").to(torch.bfloat16)
+    prune_model(own, tokens(6), out=tmp_path / "out", **SETTINGS, **quantize)
+    code = (tmp_path / "out" / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    found = {}
+    exec(code.replace("FOLDER", str(tmp_path / "out")), found)
+    away = (logits(found["model"].eval()).float() - logits(own).float()).abs().max()
+    assert away <= 0.03 * logits(own).float().abs().max()
+
+
 def test_the_card_says_how_to_load_it(tmp_path):
     model = build("llama")
     prune_model(model, tokens(4), out=tmp_path / "out", **SETTINGS)

@@ -281,6 +281,10 @@ def test_a_layer_that_nothing_enters_is_pruned_under_every_preset(preset, index)
     gate = next(row for row in report.layers if row.name == f"model.layers.{index}.mlp.gate_proj")
     assert gate.reached_sparsity == 0.5 and gate.error_stored == 0
     assert any(gate.name in note for note in report.warnings)
+    assert "nothing but zeros entered it: magnitude mask" in gate.note
+    dense_KN, new_KN = (each.get_submodule(gate.name).weight.abs() for each in (build("llama"), model))
+    assert dense_KN[new_KN == 0].mean() < dense_KN[new_KN != 0].mean()
+    assert torch.equal(new_KN[new_KN != 0], dense_KN[new_KN != 0])
 
 
 def test_a_float64_model_under_the_default_preset():

@@ -69,7 +69,7 @@ def test_families_with_all_of_them_trained(family):
     "settings",
     [
         {"checkpointing": True}, {"hidden_weight": 0.5}, {"batch": 1, "lr": 1e-4}, {"batch": 5, "weight_decay": 0.1},
-        {"patience": 1, "lr": 0.05}, {"dtype": torch.bfloat16}, {"optimizer_state": "host"},
+        {"patience": 1, "lr": 0.2, "passes": 10}, {"dtype": torch.bfloat16}, {"optimizer_state": "host"},
     ],
     ids=str,
 )  # fmt: skip

@@ -135,6 +135,25 @@ def test_the_best_of_the_looks_is_stored(monkeypatch):
     assert any("stopped after step 4 of 12" in note for note in report.warnings)
 
 
+@pytest.mark.parametrize(
+    ("losses", "looks", "best"),
+    [
+        ((1.0, 2.0, 1.8, 1.6, 1.4, 1.2, 1.1, 0.9), 8, 7),  # worse than the start for long, but better each time
+        ((1.0, 2.0, 3.0, 4.0, 0.5), 4, 0),
+        ((1.0, 2.0, 1.9, 2.5, 1.9, 0.5), 5, 0),
+    ],
+)
+def test_training_stops_when_it_gains_nothing_on_itself(losses, looks, best, monkeypatch):
+    model, dense = pair()
+    told = iter(losses)
+    true = steps.look
+    monkeypatch.setattr(training, "look", lambda *arguments: replace(true(*arguments), loss=next(told, 0.9)))
+    report = run(model, dense, passes=7, batch=100, patience=2)
+    steps_taken = [look["step"] for look in report.held_out]
+    assert len(steps_taken) == looks and report.best_step == best
+    assert [look["loss"] for look in report.held_out] == list(losses[:looks])
+
+
 def test_weights_that_get_worse_are_not_stored():
     model, dense = pair()
     before = bits(model)

@@ -1,0 +1,56 @@
+"""A recorded step: what happens where one cannot be. That it gives the same bits is for a GPU (tests/contract/test_gpu.py)."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+from qprecon.backends._pcg import recorded as module
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    """A stand-in for CUDA's graphs and streams; what was called of the graph, in order."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, capture_error_mode):
+            calls.append(f"begin {capture_error_mode}")
+
+        def capture_end(self):
+            calls.append("end")
+
+        def replay(self):
+            calls.append("replay")
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None, device="cuda:0")
+    monkeypatch.setattr(module, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(module, "_stream", lambda device, thread: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return calls
+
+
+def test_a_step_is_run_once_while_it_is_recorded(graph):
+    """Other threads may use the GPU meanwhile."""
+    step = module.recorded(lambda: graph.append("step"), torch.ones(1))
+    step()
+    step()
+    assert graph == ["begin thread_local", "step", "end", "replay", "replay"]
+
+
+def test_a_step_that_cannot_be_recorded_is_run_as_it_is(graph):
+    """The recording is ended, also where that fails too."""
+
+    def step():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert module.recorded(step, torch.ones(1)) is step
+    assert graph == ["begin thread_local", "end"]
+
+
+def test_nothing_is_recorded_on_a_host():
+    step = object()
+    assert module.recorded(step, torch.ones(1)) is step
