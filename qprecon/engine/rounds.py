@@ -20,7 +20,7 @@ from ..contract.interface import Chunk, RawColumns
 from ..errors import BackendBrokenError
 from ..problem.column_qp import ColumnQP
 from ..proof.factor import Certificate
-from ..proof.starting_point import find_start
+from ..proof.starting_point import check_squared_error, find_start
 from ..status import Status
 from .in_progress import InProgress, numbers_may_fail
 from .results import LIMITS, Results
@@ -148,6 +148,7 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
         local = local[failing_K]
         tolerance *= _tightening(after_K[failing_K], limits.tol)
     chunk.certify_starts(limits.tol)
+    check_squared_error(task.cert, start, chunk.figures, columns)
     out.results.put(columns, chunk.finish(limits.tol))
     out.lap(clock, "audit_seconds", problem.weights_NK)
 

@@ -14,7 +14,7 @@ from ..problem.column_qp import ColumnQP
 from .audit import Figures, audit
 from .factor import Certificate, gamma
 from .notices import NO_LOWER_BOUND
-from .starting_point import Start, find_start, masked_weights
+from .starting_point import Start, check_squared_error, find_start, masked_weights
 
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
 
@@ -128,6 +128,7 @@ def _audited(
     problem: ColumnQP, cert: Certificate, figures: Figures, sound_K: np.ndarray, columns: Any, known: Known | None
 ) -> Audit:
     start = _start(problem, cert, figures, columns, known)
+    check_squared_error(cert, start, figures, columns)
     usable_K = (figures.violation == 0.0) & sound_K
     return Audit(
         objective=figures.objective,
