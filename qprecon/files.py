@@ -187,9 +187,8 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
 
     check_file(path, NPZ)
     if not zipfile.is_zipfile(path):  # numpy would take it for a pickle, and advise to trust it
-        if _head(path) == sniff.ZIP:
-            raise BadFileError(f"{path} is cut short: the end of its zip archive is not there")
-        raise BadFileError(f"{path} is no .npz file: those are zip archives of arrays, as numpy.savez writes them")
+        cut, other = "cut short: its zip archive has no end", "no .npz file, a zip archive of arrays as numpy.savez writes it"
+        raise BadFileError(f"{path} is {cut if _head(path) == sniff.ZIP else other}")
     with reading(path, NPZ, ValueError, KeyError, TypeError, SyntaxError, MemoryError):
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}

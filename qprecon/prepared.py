@@ -13,6 +13,7 @@ from typing import Any
 from .arrays.interop import Array, Place, from_core, place_of
 from .arrays.linalg import exact_float32
 from .engine.choice import checked_dtype
+from .engine.in_progress import numbers_may_fail
 from .engine.shared import Shared
 from .engine.solving import Request, run
 from .grids.formats import Grid
@@ -34,7 +35,8 @@ class PreparedHessian:
       on a GPU in float32 6N², admm three times as much as cholesky
     - an inverse factor, for each damping and dtype: 4N² in float32, 8N² in float64
 
-    Threads may share the object. H is not copied unless it must be converted: leave it unchanged.
+    Threads may share the object. H is not copied unless it must be converted: leave it unchanged. A sample of it is looked at in
+    each call, and ValueError raised where it is another.
 
     Attributes:
         hessian: H and λ as the core holds them.
@@ -95,6 +97,8 @@ class PreparedHessian:
         It does not depend on what was solved before. Arguments, result and errors: see ``qprecon.solve``.
         """
         started = time.monotonic()
+        if "damping" in backend_options:
+            raise ValueError(f"damping belongs to H and is {self.damping:g} here: qprecon.prepare(H, damping=…) makes another")
         request = Request(backend, tol, max_iterations, time_limit, warm_start, batch_size, dtype, backend_options)
         problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
         return run(self._at(problem.place), problem, request, started)
@@ -125,7 +129,7 @@ class PreparedHessian:
         """
         problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
         shared = self._at(problem.place)
-        with exact_float32(), shared.fitting_threads(problem.n_columns):
+        with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
             return audited(problem, shared.certificate, floating(candidate, problem.place, "candidate"))
 
     def round(
@@ -212,6 +216,7 @@ class PreparedHessian:
 
     def _at(self, place: Place) -> Shared:
         """What is shared where problems of an array library and device are solved. H is copied there if it must be, once."""
+        self.hessian.check_unchanged()
         found = self._shared.get(place)
         return found or self._shared.setdefault(place, Shared(self.hessian.at(place)))
 
@@ -222,7 +227,8 @@ def prepare(
     """Check H once and hold what is made of it, for any number of solves and audits.
 
     Args:
-        H: (N, N) = XᵀX, symmetric positive semidefinite; numpy, torch or jax. It is not copied: leave it unchanged.
+        H: (N, N) = XᵀX, symmetric positive semidefinite; numpy, torch or jax. It is not copied: leave it unchanged,
+            or solves refuse it.
         damping: δ ≥ 0, a ridge λ = δ · mean(diag H) towards the dense weights; 0.01 is usual.
         like: an array of the kind and on the device of the weights to come, where that is not H's own.
         samples: how many rows X has, if known. Where they are much fewer than the kept inputs, pcg takes a tenth to a third of

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from .arrays.checksum import bits
 from .arrays.interop import Array, cast, dtype_name, from_core, namespace, to_core
 from .errors import NotOptimalError
 from .problem.column_qp import ColumnQP
-from .proof.notices import fitted_to_rounding
+from .proof.notices import NO_LOWER_BOUND, fitted_to_rounding
 from .proof.passes import bounds_that_hold
 from .status import Status
 
@@ -70,6 +72,7 @@ class Solution:
         timing, provenance: see their classes.
         problem: what was solved. It keeps H, W, mask, rhs and bounds in memory, but nothing that was made of H.
             ``dataclasses.replace(solution, problem=None)`` parts with them, and with the residual.
+        sums: of the bits of W, mask and rhs, by which ``residual`` and ``duals`` know that these are still what was solved.
     """
 
     weights: Array
@@ -87,13 +90,17 @@ class Solution:
     timing: Timing
     provenance: Provenance
     problem: ColumnQP | None = None
+    sums: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def residual(self) -> Array:
         """ρ = rhs + λW − (H + λI)Ŵ, (N, K), minus half the gradient: of the weights' kind and dtype, made when first asked for.
 
         Computed as (H + λI)(W − Ŵ), and rhs − HW where there is one, in float64. On pruned entries it is the gradient that decides
-        which of them would gain most by being kept.
+        which of them would gain most by being kept. Ask for it before you write the weights into W.
+
+        Raises:
+            ValueError: H, W, the mask or rhs was changed in place since the solve, or the problem was parted with.
         """
         problem, new_NK, rho_NK = self._rho()
         return from_core(cast(rho_NK, dtype_name(new_NK)), problem.place)
@@ -121,6 +128,13 @@ class Solution:
         if self.problem is None:
             raise ValueError("the solution was parted from its problem, so it has neither residual nor duals")
         problem = self.problem
+        problem.hessian.check_unchanged()
+        for name, array in problem.given():
+            if name in self.sums and bool(bits(array) != self.sums[name]):
+                raise ValueError(
+                    f"{name} was changed in place since the solve, so its residual and duals cannot be had any more: ask for them "
+                    f"before, or solve with a copy of {name}"
+                )
         new_NK = to_core(self.weights, problem.place, "weights")
         rho_NK = problem.damped_product(cast(problem.weights_NK, "float64") - cast(new_NK, "float64"))
         g_NK = problem.linear("float64")
@@ -154,6 +168,8 @@ class Solution:
         if k:
             worst = int(np.argmax(self.relative_gap))
             lines.append(f"largest certified relative gap {self.relative_gap[worst]:.2e} (column {worst})")
+            if 1.0 < self.relative_gap[worst] < np.inf:
+                lines.append(NO_LOWER_BOUND)
             start, end = float(self.baseline_objective.sum()), float(self.objective.sum())
             if start > 0:
                 lines.append(f"objective {start:.4g} -> {end:.4g} ({end / start:.3f} of the masked weights')")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done; 1 done, but not as well as was asked (see the subcommand); 2 bad input, with one line
-        about it on stderr; 130 interrupted; 143 terminated (SIGTERM). Of several processes of a launcher one speaks.
+        about it on stderr; 130 interrupted; 143 terminated (SIGTERM); 141 where nobody reads what is printed any more. Of several
+        processes of a launcher one speaks.
     """
     parsed = _parsed(arguments)
     try:
@@ -61,12 +63,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(1)  # a collective that the lost rank left behind would keep this process
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 141
         if parsed.traceback or not _is_told(error):
             raise
         who = f"rank {launched_rank()}: " if is_grouped() and launched_rank() is not None else ""
         if is_grouped() or not is_silent():
             print(f"qprecon {parsed.command}: error: {who}{parsed.parser.in_flags(_line(error))}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _nobody_reads() -> bool:
+    """Whether what stdout leads to was closed, as `head` does. What is left to print goes nowhere then, and Python can end."""
+    try:
+        stdout = sys.stdout.fileno()
+        pipe = select.poll()
+        pipe.register(stdout, 0)
+        closed = any(events & select.POLLERR for _, events in pipe.poll(0))
+    except (AttributeError, OSError, ValueError):  # no stdout, or a system without poll
+        return False
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return closed
 
 
 def _is_told(error: Exception) -> bool:

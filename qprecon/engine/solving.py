@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..arrays.checksum import bits
 from ..arrays.interop import Array, cast, describe_device, from_core, synchronize
 from ..arrays.linalg import exact_float32
 from ..contract import registry
@@ -129,6 +130,7 @@ def _assemble(task: Task, outcome: Outcome, request: Request, chosen: dict[str, 
             automatic={**chosen, **automatic},
         ),
         problem=problem,
+        sums={name: bits(array) for name, array in problem.given()},
     )
 
 

@@ -81,6 +81,11 @@ class ColumnQP:
         if self.constant_K is not None:
             put("constant_K", self._check_constant(floating(self.constant_K, place, "constant")))
 
+    def given(self) -> list[tuple[str, Array]]:
+        """W, mask and rhs by name, as far as there are any."""
+        arrays = (("W", self.weights_NK), ("mask", self.mask_NK), ("rhs", self.rhs_NK))
+        return [(name, array) for name, array in arrays if array is not None]
+
     @property
     def n_inputs(self) -> int:
         """N."""

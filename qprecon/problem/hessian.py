@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from ..arrays.checksum import sampled_bits
 from ..arrays.halves import has_fast_halves, is_definite
 from ..arrays.interop import Array, Place, cast, dtype_name, from_core, kind_of, namespace, to_core
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
@@ -49,6 +50,7 @@ class Hessian:
     damping: float
     place: Place
     samples: int | None = None
+    sums: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
@@ -56,6 +58,12 @@ class Hessian:
         put("damping", check_damping(self.damping))
         if self.samples is not None and not (is_whole(self.samples) and self.samples >= 0):
             raise ValueError(f"samples must be the number of rows of X, got {self.samples!r}")
+        put("sums", sampled_bits(self.hessian_NN))
+
+    def check_unchanged(self) -> None:
+        """ValueError where the caller has written into H, which is not copied: what was made of it is of another matrix."""
+        if bool(sampled_bits(self.hessian_NN) != self.sums):
+            raise ValueError("H was changed after it was prepared, and is not copied: prepare it again, or prepare a copy")
 
     @property
     def n_inputs(self) -> int:

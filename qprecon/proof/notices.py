@@ -9,6 +9,7 @@ from ..arrays.linalg import add_to_diagonal, cholesky
 from ..problem.column_qp import ColumnQP
 from .factor import known_to
 
+NO_LOWER_BOUND = "a gap above 1 says that no useful lower bound is known (damping gives one), not that the weights are that far off"
 _FLOPS = 2e11  # at most this much is spent on factors of single columns
 _FLOAT32 = 2.0**-30  # H is known to more than this where it was summed in float32
 

@@ -25,6 +25,7 @@ class Start:
         energy_K: scale of the objective, positive where anything is to be gained.
         floor_K: the same, less what rounding may have added to it.
         zero_K: with a known constant, the dense weights' objective, which every value is measured from, less its rounding.
+        slack_K: how far below zero a squared error may come out: by rounding, and as rhs and constant are the caller's sums.
     """
 
     weights_NK: Array
@@ -33,6 +34,7 @@ class Start:
     energy_K: np.ndarray
     floor_K: np.ndarray
     zero_K: np.ndarray | None = None
+    slack_K: np.ndarray | None = None
 
     def relative_gap(self, problem: ColumnQP, figures: Figures) -> np.ndarray:
         """Gaps of the chunk's figures relative to what its optimum costs, (K,): see ``audit.relative_gap``."""
@@ -54,25 +56,37 @@ def find_start(problem: ColumnQP, cert: Certificate, dtype: str, warm_NK: Array 
     masked_NK, rough = masked_weights(problem, dtype, columns), cert.factor_NN is not None and cert.dead_N is None
     masked = audit(problem, cert, masked_NK, columns, certify=False, rough=rough)
     energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
-    zero_K = _zero(problem, columns)
+    zero_K, slack_K = _zero(problem, columns)
     if warm_NK is None:
-        return Start(masked_NK, masked, masked, energy_K, floor_K, zero_K)
+        return Start(masked_NK, masked, masked, energy_K, floor_K, zero_K, slack_K)
     xp = namespace(masked_NK)
     warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
     warm = audit(problem, cert, warm_chunk_NK, columns, certify=False)
     better_K = surely_better(problem, cert, warm_chunk_NK, warm, masked, columns)
     weights_NK = xp.where(like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
-    return Start(weights_NK, warm.where(better_K, masked), masked, energy_K, floor_K, zero_K)
+    return Start(weights_NK, warm.where(better_K, masked), masked, energy_K, floor_K, zero_K, slack_K)
 
 
-def _zero(problem: ColumnQP, columns: Any) -> np.ndarray | None:
-    """``Start.zero_K``.
+def check_squared_error(cert: Certificate, start: Start, figures: Figures, columns: Any) -> None:
+    """ValueError where the weights of these figures, those of some columns, have a squared error clearly below zero."""
+    if start.slack_K is None:
+        return
+    low_K = figures.objective + figures.rounding + cert.entry * figures.mass**2 + start.slack_K
+    if (low_K < 0.0).any():
+        raise ValueError(f"{_TOO_SMALL} {int(indices_of(columns)[low_K.argmin()])}: the answer's squared error would be negative")
+
+
+_TOO_SMALL = "constant is too small for rhs and H in column"
+
+
+def _zero(problem: ColumnQP, columns: Any) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """``Start.zero_K`` and ``Start.slack_K``.
 
     Raises:
         ValueError: a constant so small that the dense weights would have a negative squared error.
     """
     if problem.constant_K is None or problem.rhs_NK is None:
-        return None
+        return None, None
     w_NK: Array = cast(problem.weights_NK[:, columns], "float64")
     rhs_NK: Array = cast(problem.rhs_NK[:, columns], "float64")
     g_NK: Array = problem.linear("float64", columns)
@@ -80,12 +94,11 @@ def _zero(problem: ColumnQP, columns: Any) -> np.ndarray | None:
     zero_K = given_K - column_dots(w_NK, rhs_NK + g_NK)
     rounding_K = 4.0 * gamma(problem.n_inputs) * (given_K + column_dots(abs(w_NK), abs(rhs_NK) + abs(g_NK)))
     # rhs and constant are sums over tokens in the caller's arithmetic, float32 perhaps: they need not agree to float64's digits
-    if bool((zero_K < -1e-3 * given_K - rounding_K).any()):
+    slack_K = 1e-3 * given_K + rounding_K
+    if bool((zero_K < -slack_K).any()):
         worst = int(indices_of(columns)[to_numpy(zero_K + 1e-3 * given_K).argmin()])
-        raise ValueError(
-            f"constant is too small for rhs and H in column {worst}: the dense weights' squared error would be negative"
-        )
-    return to_numpy(zero_K - rounding_K)
+        raise ValueError(f"{_TOO_SMALL} {worst}: the dense weights' squared error would be negative")
+    return to_numpy(zero_K - rounding_K), to_numpy(slack_K)
 
 
 def masked_weights(problem: ColumnQP, dtype: str, columns: Any) -> Array:

@@ -13,7 +13,8 @@ from ..arrays.memory import automatic_width
 from ..problem.column_qp import ColumnQP
 from .audit import Figures, audit
 from .factor import Certificate, gamma
-from .starting_point import Start, find_start, masked_weights
+from .notices import NO_LOWER_BOUND
+from .starting_point import Start, check_squared_error, find_start, masked_weights
 
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
 
@@ -47,11 +48,16 @@ class Audit:
         k = len(self.relative_gap)
         if not k:
             return "no columns"
-        worst, broken = int(np.argmax(self.relative_gap)), int((~(self.violation == 0)).sum())
+        unfinite_K = ~np.isfinite(self.objective)
+        worst, broken = int(np.argmax(self.relative_gap)), int((~(self.violation == 0) & ~unfinite_K).sum())
         lines = [f"largest certified relative gap of {k} columns {self.relative_gap[worst]:.2e} (column {worst})"]
+        if 1.0 < self.relative_gap[worst] < np.inf:
+            lines.append(NO_LOWER_BOUND)
+        if unfinite := int(unfinite_K.sum()):
+            lines.append(f"{unfinite} columns hold NaN or Inf, in the problem or in these weights: nothing is certified of them")
         if broken:
             lines.append(f"{broken} columns have weights where the mask has none, or out of bounds: nothing is certified of them")
-        if none := int(np.isinf(self.gap_bound).sum()) - broken:
+        if none := int(np.isinf(self.gap_bound).sum()) - broken - unfinite:
             lines.append(f"{none} columns without any certificate")
         return "\n".join(lines)
 
@@ -122,6 +128,7 @@ def _audited(
     problem: ColumnQP, cert: Certificate, figures: Figures, sound_K: np.ndarray, columns: Any, known: Known | None
 ) -> Audit:
     start = _start(problem, cert, figures, columns, known)
+    check_squared_error(cert, start, figures, columns)
     usable_K = (figures.violation == 0.0) & sound_K
     return Audit(
         objective=figures.objective,

@@ -604,6 +604,17 @@ def test_an_empty_name_is_said_to_be_empty(command, folder, tmp_path, capsys):
     assert "name of" in (err := capsys.readouterr().err) and "is empty" in err
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes of a POSIX shell")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_who_stops_reading_is_no_error(unbuffered):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qprecon", "backends"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 141
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_devices_that_the_environment_hides(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

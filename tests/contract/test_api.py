@@ -318,6 +318,27 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_audit_says_that_weights_are_not_finite(bad: float) -> None:
+    """Not that they are out of bounds, and without a warning of numpy."""
+    candidate = np.where(MASK, W, 0.0)
+    row = int(MASK[:, 0].nonzero()[0][0])
+    candidate[row, 0] = bad
+    summary = qprecon.prepare(H, damping=0.01).audit(W, MASK, candidate).summary()
+    assert "1 columns hold NaN or Inf" in summary and "out of bounds" not in summary and "without any certificate" not in summary
+
+
+def test_a_gap_that_says_little_is_said_to_say_little() -> None:
+    """Singular up to rounding, and the masked weights."""
+    x_TN = np.random.default_rng(0).normal(size=(40, 6))
+    weights, mask = np.ones((6, 2)), np.arange(6)[:, None] % 2 == [0, 1]
+    found = qprecon.prepare(1e-9 * x_TN.T @ x_TN + 1e6).audit(weights, mask, weights * mask)
+    assert found.relative_gap.max() > 1 and "no useful lower bound" in found.summary()
+    good = qprecon.prepare(x_TN.T @ x_TN).audit(weights, mask, weights * mask)
+    assert good.relative_gap.max() < 1e5 and ("no useful lower bound" in good.summary()) == (good.relative_gap.max() > 1)
+
+
+@pytest.mark.filterwarnings("error")
 def test_weights_beyond_what_can_be_certified_give_no_warnings_of_numpy() -> None:
     """Their squares are beyond float64: the status says so."""
     rng = np.random.default_rng(0)

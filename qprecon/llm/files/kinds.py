@@ -18,6 +18,7 @@ from qprecon.files import read_json
 
 _IN_MEMORY = "load it yourself and hand the model and its tokenizer, in memory, to prune_model(model, …, tokenizer=…)"
 _FLOATS = re.compile(r"(F|float)[468](?!\d)", re.IGNORECASE)
+_WHOLE = re.compile(r"(I|U|u?int)\d|bool", re.IGNORECASE)
 _INTEGERS = re.compile(r"([IU]|u?int)[48](?!\d)|qint|quint", re.IGNORECASE)
 # The last component of names that quantisers give to what belongs to codes.
 _SCALES = re.compile(
@@ -159,7 +160,8 @@ def quantised_by(config: Any) -> str | None:
 
 
 def check_kinds(folder: Path, stored: Mapping[str, Mapping[str, str]], config: Any) -> None:
-    """ValueError for weights of 8 bits or fewer where the configuration has no `quantization_config`; for fewer than it has layers.
+    """ValueError for integers and weights of 8 bits or fewer where the configuration has no `quantization_config`; for fewer
+    tensors than it has layers.
 
     stored: file -> name -> dtype, in the words of safetensors or torch.
     """
@@ -171,6 +173,8 @@ def check_kinds(folder: Path, stored: Mapping[str, Mapping[str, str]], config: A
         for name, dtype in names.items():
             last = name.rpartition(".")[2]
             integers = _INTEGERS.match(dtype) and ("weight" in last or any(scale.startswith(name) for scale in scales))
+            if not integers and last in ("weight", "bias") and _WHOLE.match(dtype):
+                raise ValueError(f"{folder / file} holds {name} as {dtype}, where the model has floats. {_WAY_OUT}")
             if _FLOATS.match(dtype) or integers:
                 beside = f", and {scales[0]}" if scales else ""
                 raise ValueError(

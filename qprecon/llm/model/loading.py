@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,7 @@ def load_whole(
     folder = model_folder(model)
     config = _config(folder, str(model))
     files = weight_files(folder)
-    stored = check_files(files)
-    check_kinds(folder, stored, config)
+    check_kinds(folder, check_files(files), config)
     try:
         with loading(f"the model in {model}"), _in_silence():
             loaded, found = AutoModelForCausalLM.from_pretrained(
@@ -114,23 +113,11 @@ def load_whole(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
             f"complete{instead}, and is it a causal language model?"
         )
-    _check_stored_floats(folder, stored, loaded)
     left_over = sorted(found["unexpected_keys"])
     if getattr(config, "quantization_config", None) is None:
         check_left_over(folder, left_over)
     loaded.config._name_or_path = loaded.name_or_path = str(model)  # not where the hub's copy lies
     return loaded.to(target).eval(), left_over
-
-
-def _check_stored_floats(folder: Path, stored: Mapping[str, Mapping[str, str]], model: Any) -> None:
-    """BadFileError for integers where the model has floats, which transformers converts without a word."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        return
-    floats = {name for name, own in model.state_dict().items() if own.is_floating_point()}
-    for file, dtypes in stored.items():
-        for name, dtype in dtypes.items():
-            if name in floats and dtype.lower().startswith(("i", "u", "bool")):
-                raise BadFileError(f"{folder / file} holds {name} as {dtype}, where the model has floats")
 
 
 def load_config(model: str | Path) -> Any:

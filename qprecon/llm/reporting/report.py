@@ -147,8 +147,9 @@ class PruneReport:
     def summary(self) -> str:
         """The outcome in a few lines."""
         masked, stored = self.mean_error("error_masked"), self.mean_error("error_stored")
+        pruned = "pruned to" if any(row.requested_sparsity for row in self.layers) or not self.layers else "left dense, with"
         lines = [
-            f"{len(self.layers)} layers pruned to {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)"
+            f"{len(self.layers)} layers {pruned} {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)"
             + (f", preset {self.settings['preset']}" if "preset" in self.settings else ""),
             *(f"{share:.1%} of the model left dense: {what}" for what, share in self.much_left_dense),
             f"mean relative reconstruction error: {masked:.4g} with the mask alone, {stored:.4g} as stored",

@@ -11,8 +11,10 @@ from torch import distributed
 from qprecon.errors import RankError
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.pruning import over_ranks
-from qprecon.llm.ranks.group import Ranks, joined
+from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.ranks.meeting import Meeting
+from qprecon.llm.settings.recovery import RecoveryRun
+from qprecon.llm.settings.run import Run
 from qprecon.llm.storage.journal import Journal
 from qprecon.llm.storage.output import partial_folder
 from qprecon.llm.storage.sources import DiskBlocks
@@ -175,6 +177,11 @@ def slowly(rank, folder, out, fault, where, from_call, bad):
     if rank == bad:
         broken(*where, fault, from_call)
     return pruned(rank, folder, out, {"order": True})
+
+
+def test_by_default_a_run_ends_within_a_minute():
+    """However it is started; the settings load no torch, so that they have a number of their own."""
+    assert Run.rank_timeout == RecoveryRun.rank_timeout == TIMEOUT < 60
 
 
 def test_runs_follow_one_another():
