@@ -75,7 +75,7 @@ def test_a_free_port_is_no_group(monkeypatch, model, tmp_path):
 
 
 def test_other_commands_take_one_process(model, tmp_path, monkeypatch, capsys):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert main(["eval", str(model), "--text", str(tmp_path / "text.txt")]) == 2
     assert "takes one process" in capsys.readouterr().err
