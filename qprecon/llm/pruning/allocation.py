@@ -151,15 +151,22 @@ def owl_densities(outliers: Sequence[float], sparsity: float, lam: float = 0.08)
 
 
 def loss_plan(plan: Plan, gradients: LossGradients, rule: ByLoss) -> Plan:
-    """`plan` with the sparsities of the rule. Layers of which nothing is known get their block's, or the overall one."""
+    """`plan` with the sparsities of the rule.
+
+    Layers of which nothing is known (experts: they do not see every token) get their block's, where it has others, or the overall one.
+    """
     parts: dict[str, list[LayerPlan]] = {}
+    governed: dict[str, int] = {}  # weights that get the part's share
     for block, layers in zip(plan.blocks, plan.layers, strict=True):
         for layer in layers:
+            part = block.name if rule.per == "block" else layer.view.name
+            governed[part] = governed.get(part, 0) + layer.view.n_inputs * layer.view.n_outputs
             if layer.view.name in gradients.costs:
-                parts.setdefault(block.name if rule.per == "block" else layer.view.name, []).append(layer)
+                parts.setdefault(part, []).append(layer)
     if not parts:
         return plan
-    counts = torch.stack([_sum([gradients.costs[layer.view.name] for layer in layers]) for layers in parts.values()])
+    counts = torch.stack([_sum([gradients.costs[layer.view.name] for layer in layers]) for layers in parts.values()]).double()
+    counts *= (torch.tensor([governed[part] for part in parts]) / counts.sum(1))[:, None]  # the known ones stand for all
     kept = dict(zip(parts, balanced_densities(counts, rule.overall.sparsity, rule.lam), strict=True))
     shares: list[float] = []
     for block, layers in zip(plan.blocks, plan.layers, strict=True):
