@@ -47,8 +47,10 @@ def _compared(every: Sequence[Run | RecoveryRun]) -> dict[str, Any]:
         return found | {"note": "The runs pruned different layers, so their errors are not drawn in one chart."}
     series = [Series(run.name, run.values("error_stored"), style) for run, style in zip(shown, "abcd", strict=False)]
     found["chart"] = layer_chart("Relative reconstruction error of the stored weights", names, series, log=True)
+    if len({run.report.weighted for run in shown}) > 1:
+        found["note"] = "Some runs weighted the tokens by the loss and others did not: their errors are of different measures."
     if len(runs) > len(shown):
-        found["note"] = f"The chart shows the first {len(shown)} of {len(runs)} runs."
+        found["note"] += f" The chart shows the first {len(shown)} of {len(runs)} runs."
     return found
 
 
@@ -65,6 +67,7 @@ def _pruned(run: Run) -> dict[str, Any]:
         "model": run.settings.model,
         "layers": len(run.layers),
         "lead": _lead(run),
+        "weighted": run.report.weighted,
         "warnings": _warnings(run),
         "tiles": _tiles(run),
         "charts": _charts(run),
