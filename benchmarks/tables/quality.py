@@ -58,13 +58,14 @@ def _other(name: str) -> str:
     body = [["dense", *[perplexities(dense)] * len(patterns), *accuracies[:1]]]
     for place, (preset, recovered) in enumerate(KINDS, start=1):
         body.append([_label(preset, recovered), *_cells(_of(rows, preset, recovered), patterns), *accuracies[place : place + 1]])
+    body = [line for line in body if set(line[1:]) != {"–"}]
     shown = [*rows, *dense]
     texts = " / ".join(TEXTS[text] for text in max((row["perplexity"] for row in shown), key=len))
     parts = [TEXTS[text] for text in calibration.split("+")]
     source = parts[0] if len(parts) == 1 else f"equal parts of {', '.join(parts[:-1])} and {parts[-1]}"
     codes = {part["text"]: None for row in shown for part in row.get("code", {}).values()}
     note = f"{texts}. Calibrated on {rows[0]['windows']} windows of {rows[0]['seqlen']} tokens: {source}. "
-    note += "".join(f"Code: {code}. " for code in codes)
+    note += "".join(f"Code: {code.replace('*.py', '`*.py`')}. " for code in codes)
     note += f"– not run. {', '.join(sorted({row['card'] for row in shown}))}; {_dates(shown)}." + _about_accuracies(rows)
     return f"{NAMES[name]}:\n\n{table(['', *patterns, *(['tasks'] if accuracies else [])], body)}\n\n{note}"
 

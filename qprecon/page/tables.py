@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,24 +33,42 @@ def comparison(runs: Sequence[Run | RecoveryRun]) -> Table:
         scores = {row.condition: number(row.acc, ".2%") for row in run.evaluation.tasks}
         cells += [found.get(text, "–") for text in texts] + [scores.get(task, "–") for task in tasks]
         columns.append([*cells, f"{run.seconds:.0f}"])
-    names = ["pattern", "masks", "update", "layers", "zeros in them", "mean error, mask alone", "mean error, as stored"]
+    names = ["pattern", "preset", "masks", "update", "calibration", "stored in", "rank of the adapter"]
+    names += ["layers", "zeros in them", "mean error, mask alone", "mean error, as stored"]
     names += ["largest certified gap", "columns not certified", "columns that fell back"]
     names += [*(f"perplexity, {text}" for text in texts), *(f"acc, {task}" for task in tasks), "seconds"]
     rows = [list(row) for row in zip(names, *columns, strict=True)]
+    rows = [row for row in rows if row[0] != "rank of the adapter" or set(row[1:]) != {"–"}]
     return Table(["", *(run.name for run in runs)], rows, words=1, style="runs")
 
 
 def _pruned(run: Run) -> list[str]:
-    s = run.settings
-    cells = [_pattern(s.pattern), s.mask, s.update, f"{len(run.layers)}", f"{run.report.sparsity:.2%}"]
+    s, given = run.settings, run.report.settings
+    cells = [_pattern(s.pattern), str(given.get("preset") or "–"), s.mask, s.update, _calibration(given), _stored(run)]
+    cells += [str(given.get("adapter_rank") or "–"), f"{len(run.layers)}", f"{run.report.sparsity:.2%}"]
     cells += [f"{run.mean('error_masked'):.4g}", f"{run.mean('error_stored'):.4g}"]
     return [*cells, number(run.report.largest_gap, ".1e"), f"{run.uncertified:,}", f"{run.report.fallbacks:,}"]
 
 
 def _recovered(run: RecoveryRun) -> list[str]:
     was = run.report.pruned_with or {}
-    first = [_pattern(was.get("pattern", "–")), str(was.get("mask", "–")), "recovered"]
-    return [*first, f"{run.report.layers}", f"{run.report.sparsity:.2%}", *["–"] * 5]
+    first = [_pattern(was.get("pattern", "–")), "–", str(was.get("mask", "–")), "recovered"]
+    return [*first, _calibration(run.report.settings), "–", "–", f"{run.report.layers}", f"{run.report.sparsity:.2%}", *["–"] * 5]
+
+
+def _calibration(settings: Mapping[str, Any]) -> str:
+    """The text, where it has a name, and how many windows of how many tokens."""
+    text = settings.get("calibration")
+    return f"{_plain(text)}, " * bool(text) + f"{settings.get('nsamples')} × {settings.get('seqlen')}"
+
+
+def _stored(run: Run) -> str:
+    """Low-bit weights by the grid's name and their bits with scales, all others dense."""
+    bits = [(row.bits, row.n_inputs * row.n_outputs) for row in run.layers if row.bits is not None]
+    if not bits:
+        return "dense"
+    mean = sum(each * count for each, count in bits) / sum(count for _, count in bits)
+    return f"{run.report.settings.get('quantize')}, {mean:.3g} bits"
 
 
 def _pattern(pattern: Any) -> str:

@@ -173,7 +173,19 @@ def test_several_runs_are_compared(folders, tmp_path, capsys):
     table = text[text.index('class="runs"') : text.index("</table>")]
     assert re.findall(r"<td[^>]*>(.*?)</td>", table.split("update</td>")[1])[:2] == ["optimal", "none"]
     assert re.findall(r"<td[^>]*>(.*?)</td>", table.split("BOS none)</td>")[1])[:2] == ["41.25", "–"]
+    cells = {name: re.findall(r"<td[^>]*>(.*?)</td>", table.split(f"{name}</td>")[1])[:2] for name in ("preset", "calibration")}
+    assert cells == {"preset": ["balanced", "fast"], "calibration": ["tokens (4, 32), 4 × 32"] * 2}
+    assert "rank of the adapter" not in table
     other = json.loads((folders[1] / output.REPORT_NAME).read_text())
+    other["settings"] |= {"quantize": "int4", "adapter_rank": 8, "calibration": "a.txt"}
+    other["layers"] = [row | {"bits": 4.25} for row in other["layers"]]
+    (tmp_path / output.REPORT_NAME).write_text(json.dumps(other))
+    text = write_page([folders[0], tmp_path], target).read_text()
+    table = text[text.index('class="runs"') : text.index("</table>")]
+    wanted = {"stored in": ["dense", "int4, 4.25 bits"], "rank of the adapter": ["–", "8"]}
+    wanted["calibration"] = ["tokens (4, 32), 4 × 32", "a.txt, 4 × 32"]
+    for name, expected in wanted.items():
+        assert re.findall(r"<td[^>]*>(.*?)</td>", table.split(f"{name}</td>")[1])[:2] == expected
     other["layers"] = other["layers"][:3]
     (tmp_path / output.REPORT_NAME).write_text(json.dumps(other))
     assert "different layers" in write_page([folders[0], tmp_path], target).read_text()

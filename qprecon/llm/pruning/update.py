@@ -24,6 +24,8 @@ from qprecon.llm.pruning.plan import LayerPlan, Part
 from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.target import asked_weights
 
+_ALL_ZERO = "its inputs are all zero: magnitude mask"
+
 
 def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPlan]]:
     """`layers` in groups that are pruned together: those that share H. An expert without a token is a group of its own."""
@@ -46,18 +48,20 @@ def prune_parts(
     clock, last = [time.perf_counter()], prepared is None
     views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
     prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping, samples=tokens)
+    idle = tokens == 0 or not bool(grams.hessian(views[0]).diagonal().any())  # every weight is as good as any other
     taken = [part.taken for part in parts]
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
     if last:
         grams.forget_targets(views[0])
-    dense_NK, selection, note = choose_masks(parts, asked, prepared, tokens, method, grams.output_scales)
+    dense_NK, selection, note = choose_masks(parts, asked, prepared, 0 if idle else tokens, method, grams.output_scales)
+    note = _ALL_ZERO if note and tokens else note
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     asked_NK, adapters, rounding = dense_NK, list[Adapter](), 0.0
 
     def attempt(target_NK: torch.Tensor) -> Attempt:
         nonlocal rounding
-        new_NK, solution = rebuild(target_NK, prepared, selection, method, idle=tokens == 0)
+        new_NK, solution = rebuild(target_NK, prepared, selection, method, idle=idle)
         span: list[float] = []
         _lap(span, new_NK)
         stored = on_their_grid(views, prepared, target_NK, selection.mask_NK, new_NK, solution, method)
@@ -65,7 +69,7 @@ def prune_parts(
         rounding += span[1] - span[0]
         return Attempt(new_NK, solution, stored)
 
-    if method.adapter_rank and tokens:
+    if method.adapter_rank and not idle:
         layers, dtype = [columns for _, columns in placed(parts)], views[0].dtype
         dense_NK, found, adapters = alternated(prepared, asked_NK, layers, method.adapter_rank, dtype, attempt)
     else:

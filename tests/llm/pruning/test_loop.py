@@ -39,6 +39,24 @@ def relative_error(x, dense, new):
     return float((x @ (new - dense).double().T).square().sum() / (x @ dense.double().T).square().sum())
 
 
+@pytest.mark.parametrize("settings", [{}, {"drift": "auto"}, {"adapter_rank": 2}, {"mask": "sparsegpt", "update": "own"}], ids=str)
+@pytest.mark.parametrize("preset", ["fast", "balanced", "best"])
+def test_inputs_that_are_all_zero_get_a_magnitude_mask(preset, settings):
+    """A dead layer, as an unused expert of Llama 4, which is given every token times 0."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight.zero_()
+    dense = model.model.layers[1].mlp.gate_proj.weight.detach().clone()
+    settings = {} if preset == "fast" and "drift" in settings else settings
+    report = prune_model(model, tokens(4), preset=preset, backend="cholesky", allocation="uniform", progress=False, **settings)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    dead = [row for row in report.layers if "all zero" in row.note]
+    assert [row.name.rpartition(".")[2] for row in dead] == ["gate_proj", "up_proj", "down_proj"]
+    assert all(row.tokens and row.zeros == row.n_inputs * row.n_outputs // 2 for row in dead)
+    new = model.model.layers[1].mlp.gate_proj.weight
+    assert torch.equal(new, dense * (new != 0)) and dense.abs()[new == 0].mean() < 0.5 * dense.abs()[new != 0].mean()
+
+
 def test_optimal_weights_are_the_least_squares_solution():
     model, samples = build("llama"), tokens(6)
     dense = copy.deepcopy(model)
