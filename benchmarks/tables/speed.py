@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.tables.pages import load, table
 
 PREDICTED: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
-    ("iterations", ("iterations",), "pieces written with their vectors, no array made", "185"),
+    ("iterations", ("iterations",), "pieces written with their vectors, no array made (but see below)", "185"),
     (
         "products of audits and of what storing costs", ("float64 product", "product of halves", "start", "what storing costs"),
         "the start's by float16 halves; storing costs half of one, with the certificate's factor", "95",
@@ -24,7 +24,7 @@ PREDICTED: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 
 def block() -> str:
     """GPU milliseconds of one block of the 8B shape by part, before and after in one run."""
-    before, after = load("block_profile_before"), load("block_profile")
+    before, after = (load("block_profile_before_after")[when] for when in ("before", "after"))
 
     def spent(found: dict[str, Any], parts: tuple[str, ...]) -> float:
         return sum(found["parts"].get(part, {}).get("gpu_ms", 0.0) for part in parts)
@@ -104,6 +104,24 @@ def kept(name: str = "layer_phases_before_after") -> str:
     note += f" The very first call took {first[0]:.1f} s, in which Triton compiles; that of the next process {first[1]:.1f} s."
     head = ["layer", "whole call, ms", "audits, ms", "GPU busy, ms", "launches", "largest gap, 1e-5"]
     return table(head, body) + f"\n\n{note}"
+
+
+def recorded() -> str:
+    """Single layers before and after, in one run."""
+    found = load("layer_phases_recorded")
+
+    def line(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+        each = [row["parts"]["iterations"] / row["iterations"] for row in (before, after)]
+        cells = [
+            [f"{1e3 * row['seconds']:.1f}" for row in (before, after)], [str(row["iterations"]) for row in (before, after)],
+            [f"{1e3 * one:.2f}" for one in each], [f"{1e3 * row['busy_seconds']:.1f}" for row in (before, after)],
+            [str(row["launches"]) for row in (before, after)], [f"{1e5 * row['largest_gap']:.1f}" for row in (before, after)],
+        ]  # fmt: skip
+        return [before["problem"], *(" → ".join(cell) for cell in cells)]
+
+    body = [line(*rows) for rows in zip(found["before"]["layers"], found["after"]["layers"], strict=True)]
+    head = ["layer", "whole call, ms", "iterations", "ms an iteration", "GPU busy, ms", "launches", "largest gap, 1e-5"]
+    return table(head, body) + f"\n\nBefore → after. {found['after']['about']['gpu']}, {found['after']['about']['date']}."
 
 
 def whole() -> str:

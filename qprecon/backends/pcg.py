@@ -6,7 +6,6 @@ Each column is CG on its own H_II. In Δ form: the residual is never formed from
 from __future__ import annotations
 
 import functools
-import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from ._pcg.product import Full, chosen_precision, product
 from ._pcg.recorded import recorded
 from ._pcg.vectors import Scalars, vectors
 
-_MOST_UNSEEN = {"cpu": 1, "cuda": 4}  # iterations between looks at the error estimate (each look waits for the device)
+_CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
 _ALIGNMENT = 64  # columns
 _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
@@ -153,18 +152,17 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply, apply)
     state, out, device = _State.begin(chunk, ops), None, device_type(chunk.residual_NK)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
-    step, look, seen, best = state.step, min(3, _MOST_UNSEEN[device]), (0, 0.0), (0, np.inf)
+    step, best = state.step, (0, np.inf)
     for iteration in range(1, limit + 1):
         if iteration == 2 and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
         step()
-        if iteration < look and iteration != limit:
+        if iteration % _CHECK_EVERY[device] and iteration != limit:
             continue
-        before, seen = seen, (iteration, state.freeze_finished())
-        if not seen[1]:
+        worst = state.freeze_finished()
+        if not worst:
             break
-        look = iteration + _iterations_left(before, seen, _MOST_UNSEEN[device])
-        best = seen if seen[1] < 0.9 * best[1] else best
+        best = (iteration, worst) if worst < 0.9 * best[1] else best
         if ops.is_rough and iteration - best[0] >= _PATIENCE:
             status = "stalled"
             break
@@ -178,14 +176,6 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
     return RawColumns(chunk.start_NK + out.x_NK, out.words, out.iterations, dict(extras))
-
-
-def _iterations_left(before: tuple[int, float], now: tuple[int, float], most: int) -> int:
-    """Until the worst column should be done, if it goes on as since the look before: (iteration, times too large) of both."""
-    (earlier, larger), (iteration, worst) = before, now
-    if most == 1 or not 1.0 < worst < larger:
-        return most
-    return max(1, min(most, math.ceil(math.log(worst) / math.log(larger / worst) * (iteration - earlier))))
 
 
 @dataclass(eq=False)

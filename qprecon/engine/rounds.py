@@ -27,10 +27,7 @@ from .results import LIMITS, Results
 from .shared import BackendSetup
 
 _ROUNDS = 8  # audited rounds at most; a column's gap must shrink by a fifth for there to be another
-_FIRST = 0.15  # of the tolerance is what the first round asks for: an iteration more costs less than a second round
-_LEAST_FIRST, _MOST_FIRST, _MARGIN, _FARTHEST, _ENOUGH = 0.03, 0.4, 0.6, 3.0, 64
-"""Chunks after the first ask for as much as brings the worst column to ``_MARGIN`` of the tolerance, if they are like those before;
-columns that are ``_FARTHEST`` tolerances off or more are left to a second round. So many columns tell."""
+_FIRST = 0.25  # of the tolerance is what the first round asks for: an iteration more costs less than a second round
 _AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
 
 
@@ -72,15 +69,6 @@ class Outcome:
     automatic: dict[str, Any] = field(default_factory=dict)
     solve_seconds: float = 0.0
     audit_seconds: float = 0.0
-    first: float = _FIRST
-
-    def learn(self, gap_K: np.ndarray, tol: float) -> None:
-        """How much of the tolerance the next chunk's first round is to ask for, from the gaps that this one's has left."""
-        if len(gap_K) < _ENOUGH:
-            return
-        worst = min(float(gap_K.max()), _FARTHEST * tol)
-        if worst > 0.0:
-            self.first = float(np.clip(self.first * _MARGIN * tol / worst, _LEAST_FIRST, _MOST_FIRST))
 
     def add_extras(self, extras: dict[str, Any]) -> None:
         """What a backend said in one call: seconds add up, of anything else the last word counts."""
@@ -140,7 +128,7 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
     chunk = InProgress.begin(problem, task.cert, start, columns)
     clock = out.lap(clock, "audit_seconds", problem.weights_NK)
     local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
-    tolerance = out.first * limits.tol
+    tolerance = _FIRST * limits.tol
     for round_ in range(_ROUNDS):
         if not len(local):
             break
@@ -155,8 +143,6 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
         clock = out.lap(clock, "audit_seconds", problem.weights_NK)
         after_K = chunk.results.relative_gap[local]
         failing_K = after_K > limits.tol
-        if round_ == 0 and np.all(np.asarray(raw.reported_status, dtype=object) == "converged"):
-            out.learn(after_K, limits.tol)
         if not _worth_another(task, before_K, after_K, failing_K, raw, round_):
             break
         local = local[failing_K]

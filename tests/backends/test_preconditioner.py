@@ -48,21 +48,3 @@ def test_fewer_directions_than_the_rank(power_steps):
     x = rng.standard_normal((3, 30))
     shared = precondition.low_rank(x.T @ x + 0.01 * np.eye(30), 0.01, 8, power_steps)
     np.testing.assert_allclose(shared.factor_Nr @ shared.factor_Nr.T, x.T @ x, atol=1e-8 * np.trace(x.T @ x))
-
-
-@pytest.mark.parametrize(
-    "before, now, most, expected",
-    [
-        ((0, 0.0), (3, 900.0), 4, 4),  # nothing to go by
-        ((3, 1000.0), (7, 10.0), 4, 2),  # a factor of √10 an iteration: two more
-        ((3, 1000.0), (7, 100.0), 4, 4),  # eight, so after four another look
-        ((7, 2.0), (8, 1.01), 4, 1),
-        ((3, 10.0), (7, 20.0), 4, 4),  # it grew
-        ((3, 10.0), (7, float("inf")), 4, 4),
-        ((3, 10.0), (4, 2.0), 1, 1),
-    ],
-)
-def test_the_next_look_is_when_the_worst_column_should_be_done(before, now, most, expected):
-    from qprecon.backends.pcg import _iterations_left
-
-    assert _iterations_left(before, now, most) == expected

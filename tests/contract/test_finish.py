@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import qprecon
-from benchmarks.inputs.problems import Synthetic
 from qprecon.backends import admm, pcg
 from qprecon.engine import solving
 from tests.contract.families import real_problem
@@ -50,37 +49,6 @@ def test_a_named_backend_is_left_alone(lame):
     solution = qprecon.solve(*_problem(), "pcg", damping=0.01)
     assert (~solution.optimal).sum() == 5
     assert set(solution.status[~solution.optimal]) <= {qprecon.Status.INACCURATE, qprecon.Status.FELL_BACK}
-
-
-@pytest.mark.parametrize(
-    "worst, others, expected",
-    [
-        (1e-5, 1e-6, 0.4),  # far better than asked for: much less will do
-        (5e-5, 1e-5, 0.15 * 0.6 * 2),
-        (9e-5, 1e-5, 0.15 * 0.6 / 0.9),
-        (2e-4, 5e-5, 0.15 * 0.6 / 2),
-        (1e-2, 1e-2, 0.03),
-        (np.inf, 1e-5, 0.03),
-        (0.0, 0.0, 0.15),
-    ],
-)
-def test_later_chunks_ask_for_what_earlier_ones_have_shown(worst, others, expected):
-    from qprecon.engine.rounds import Outcome
-
-    gap_K = np.full(200, others)
-    gap_K[7] = worst
-    outcome = Outcome(results=None)
-    outcome.learn(gap_K[:60], 1e-4)
-    assert outcome.first == 0.15  # too few to tell
-    outcome.learn(gap_K, 1e-4)
-    assert outcome.first == pytest.approx(expected)
-
-
-def test_chunks_after_the_first_take_fewer_iterations_and_are_certified():
-    h_NN, w_NK, mask_NK = Synthetic("layer", 512, 512, 1.0, 0.5).make("cpu")
-    solution = qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01, batch_size=128)
-    first, *later = (int(solution.iterations[k : k + 128].max()) for k in range(0, 512, 128))
-    assert solution.optimal.all() and max(later) <= first and min(later) < first
 
 
 def _bounded(dtype):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...arrays.halves import unit_of
-from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace, to_numpy
+from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace
 from ...arrays.linalg import identity
 from .factor import Factor
 from .vectors import TRITON
@@ -80,14 +80,14 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     for _ in range(power_steps):
         basis_Nr = _orthonormal(undamped(basis_Nr))
     image_Nr = undamped(basis_Nr)
-    core_rr = to_numpy(cast(basis_Nr.T @ image_Nr, "float64"))
-    values_r, vectors_rr = np.linalg.eigh(0.5 * (core_rr + core_rr.T))  # so small a matrix keeps a GPU waiting for launches
+    core_rr = cast(basis_Nr.T @ image_Nr, "float64")
+    values_r, vectors_rr = xp.linalg.eigh(0.5 * (core_rr + core_rr.T))
     keep = slice(max(0, len(values_r) - rank), None)
     top = float(values_r[-1])
     # directions that are noise at this precision would make FFᵀ exceed H
     floor = 32.0 * _epsilon(hessian_NN) * max(top, 0.0)
-    scale_r = np.where(values_r > floor, abs(values_r) + 1e-300, np.inf) ** -0.5
-    factor_Nr = image_Nr @ cast(like((vectors_rr * scale_r)[:, keep], hessian_NN), dtype_name(hessian_NN))
+    scale_r = xp.where(values_r > floor, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5
+    factor_Nr = image_Nr @ cast((vectors_rr * scale_r[None, :])[:, keep], dtype_name(hessian_NN))
     captured_N = (factor_Nr * factor_Nr).sum(1)
     rest_N = hessian_NN.diagonal() - ridge - captured_N
     smallest = max(ridge, 1e-7 * max(top, 0.0) / max(n, 1), 1e-30)
