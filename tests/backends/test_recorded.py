@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+import qprecon
 from qprecon.backends._pcg import recorded as module
 
 
@@ -54,3 +55,20 @@ def test_a_step_that_cannot_be_recorded_is_run_as_it_is(graph):
 def test_nothing_is_recorded_on_a_host():
     step = object()
     assert module.recorded(step, torch.ones(1)) is step
+
+
+@pytest.mark.parametrize("rough, expected", [(True, "stalled"), (False, "iteration_limit")])
+def test_pieces_that_make_no_progress_stop_before_the_limit(monkeypatch, rough, expected):
+    """Their residual is then made anew by the next round; other products go on, as slow problems do."""
+    from qprecon.backends import pcg
+    from qprecon.backends._pcg.vectors import Plain
+
+    steps = []
+    monkeypatch.setattr(Plain, "is_rough", rough)
+    monkeypatch.setattr(Plain, "step", lambda self, *arrays: steps.append(1))
+    x_TN = torch.randn(400, 160, generator=torch.Generator().manual_seed(0))
+    prepared = qprecon.prepare(x_TN.T @ x_TN, damping=0.01)
+    mask_NK = torch.rand(160, 12, generator=torch.Generator().manual_seed(1)) > 0.5
+    solution = prepared.solve(x_TN[:12].T.contiguous(), mask_NK, "pcg")
+    assert set(solution.reported_status) == {expected} and not solution.optimal.any()
+    assert (len(steps) < 3 * pcg._PATIENCE) == rough
