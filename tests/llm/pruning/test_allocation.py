@@ -196,7 +196,8 @@ def test_by_loss_in_a_run(per):
 
 
 @pytest.mark.parametrize("settings", [
-    {"allocation": "loss"}, {"allocation": "loss", "allocation_options": {"per": "layer"}}, {"preset": "balanced", "allocation": "loss"},
+    {"allocation": "loss"}, {"allocation": "loss", "allocation_options": {"per": "layer"}}, {"preset": "balanced"},
+    {"allocation": "owl"},
 ], ids=str)  # fmt: skip
 def test_by_loss_the_sparsity_of_all_is_met_where_blocks_differ(settings):
     """A dense block before blocks of experts, of which the gradients know nothing: these have several times its weights."""
@@ -212,7 +213,11 @@ def test_by_loss_the_sparsity_of_all_is_met_where_blocks_differ(settings):
     assert own["1"] > 2 * own["0"]
     asked = {row.requested_sparsity for row in report.layers}
     assert max(asked) - min(asked) > 0.02  # the blocks did get different shares
-    assert report.sparsity == pytest.approx(0.5, abs=max(row.n_outputs for row in report.layers) / 2 / sum(sizes))
+    near = max(row.n_outputs for row in report.layers) / 2 / sum(sizes)
+    if settings.get("allocation") == "owl":  # rounds down in each layer, as its authors' program does
+        assert 0 <= 0.5 - report.sparsity <= 1 / min(row.n_inputs for row in report.layers)
+    else:
+        assert report.sparsity == pytest.approx(0.5, abs=near)
 
 
 def test_by_loss_keeps_more_where_weights_matter_more():
