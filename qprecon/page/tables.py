@@ -99,9 +99,9 @@ def quality(run: Run | RecoveryRun) -> list[Table]:
 def _task_table(tasks: Sequence[Task]) -> Table:
     """Accuracies; perplexities beside them where a task has one (LAMBADA's)."""
     rows = [
-        [row.task, row.source, f"{row.items:,}", _plus_minus(row.acc, row.acc_stderr), _plus_minus(row.acc_norm, row.acc_norm_stderr)]
-        for row in tasks
-    ]
+        [row.task, row.source, f"{row.items:,}", _plus_minus(row.acc, row.acc_stderr),
+         _plus_minus(row.acc_norm, row.acc_norm_stderr)] for row in tasks
+    ]  # fmt: skip
     average = _average(tasks)
     rows += [["average of six", "", "", f"{average:.2%}", ""]] if average is not None else []
     head = ["zero-shot task", "source", "items", "acc", "acc_norm"]
