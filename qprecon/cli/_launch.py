@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 from qprecon.errors import RankError
 from qprecon.files import one_line
 
 _PATIENCE = 10.0  # seconds until it is said that other processes are waited for
-_GRACE = 5.0  # seconds more than `rank_timeout` for a look-up of a name, which cannot be cut short
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what each process needs to find the others
 
 
@@ -75,45 +73,42 @@ def own_threads() -> int:
     return max(1, allowed // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
 
 
-def _waited(work: Callable[[], Any], seconds: float | None = None) -> Any:
-    """What `work` gives, in a thread, as signals are not heard in torch's own waiting. TimeoutError after `seconds`."""
-    done: list[Any] = []
-    errors: list[Exception] = []
-
-    def inside() -> None:
-        try:
-            done.append(work())
-        except Exception as error:
-            errors.append(error)
-
-    waiting = Thread(target=inside, daemon=True)
-    started, told = time.monotonic(), False
-    waiting.start()
-    while waiting.is_alive():
-        waiting.join(min(0.2, _PATIENCE))
-        waited = time.monotonic() - started
-        if waited > _PATIENCE and not told and not is_silent():
-            print(f"note: waiting for the other processes ({_said(_NAMES)}); if there are none, {_left_over()}", file=sys.stderr)
-        told |= waited > _PATIENCE
-        if seconds is not None and waited > seconds and waiting.is_alive():
-            raise TimeoutError("no answer")
-    if errors:
-        raise errors[0]
-    return done[0]
-
-
 def _met(timeout: float) -> Any:
     """The store of all processes of the launcher. RankError where they do not come to it."""
     from qprecon.llm.ranks.arrival import Place
 
     size, rank, port = (_number(name) or 0 for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = Place(os.environ["MASTER_ADDR"], port, rank, size, timeout, by_launcher)
+    note = f"note: waiting for the other processes ({_said(_NAMES)}); if there are none, {_left_over()}"
+    timer = Timer(_PATIENCE, lambda: print(note, file=sys.stderr))
+    timer.daemon = True
+    if not is_silent():
+        timer.start()
     try:
-        return _waited(place.store, timeout + _GRACE)
-    except (TimeoutError, RankError) as error:
-        found = error if isinstance(error, RankError) else place.unreached(error)
-        raise RankError(f"{found}" if by_launcher else f"{found}; {_left_over()}", said=found.said) from error
+        return Place(os.environ["MASTER_ADDR"], port, rank, size, timeout, by_launcher).store()
+    except RankError as error:
+        raise RankError(f"{error}" if by_launcher else f"{error}; {_left_over()}", said=error.said) from error
+    finally:
+        timer.cancel()
+
+
+def _grouped(make: Callable[[], None]) -> None:
+    """Make the process group in a thread, as signals are not heard in torch's own waiting. RankError where that fails."""
+    errors: list[Exception] = []
+
+    def inside() -> None:
+        try:
+            make()
+        except Exception as error:
+            errors.append(error)
+
+    waiting = Thread(target=inside, daemon=True)
+    waiting.start()
+    while waiting.is_alive():
+        waiting.join(0.2)
+    if errors:
+        who = f"rank {launched_rank()} has met the others ({_said(_NAMES)})"
+        raise RankError(f"{who}, but cannot exchange data with them: {one_line(errors[0])}") from errors[0]
 
 
 @contextmanager
@@ -140,10 +135,7 @@ def launched(device: str | None, timeout: float) -> Iterator[None]:
     limit = timedelta(seconds=2 * timeout + 60)
     store.set_timeout(limit)
     settings = {"store": store, "rank": rank, "world_size": _number("WORLD_SIZE"), "timeout": limit}
-    try:
-        _waited(lambda: distributed.init_process_group("nccl" if cuda else "gloo", **settings))
-    except Exception as error:
-        raise RankError(f"rank {rank} has met the others ({_said(_NAMES)}), but cannot exchange data: {one_line(error)}") from error
+    _grouped(lambda: distributed.init_process_group("nccl" if cuda else "gloo", **settings))
     with joined(timeout):
         yield
         distributed.barrier()  # nobody looks for the launcher's store any more

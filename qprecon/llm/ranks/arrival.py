@@ -39,7 +39,10 @@ class Place:
     by_launcher: bool = False
 
     def store(self) -> Any:
-        """The store, once all ranks have come to it. RankError, in one line, where they do not within `timeout`."""
+        """The store, once all ranks have come to it. RankError, in one line, where they do not within `timeout`.
+
+        All waiting is Python's, so that signals are heard; only the look-up of a name, some seconds, cannot be cut short.
+        """
         deadline = time.monotonic() + self.timeout
         if self.rank == 0 and not self.by_launcher:
             self._wait_for_name(deadline)
@@ -54,7 +57,7 @@ class Place:
     def __str__(self) -> str:
         return f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
 
-    def unreached(self, why: object) -> RankError:
+    def _unreached(self, why: object) -> RankError:
         """The error of a place that cannot be reached."""
         return RankError(
             f"{self._waited()} {self.size - 1} others of WORLD_SIZE={self.size} at {self}, which cannot be reached ({why})"
@@ -71,7 +74,7 @@ class Place:
                 return
             except (OSError, UnicodeError) as error:  # the latter of names that no host can have
                 if isinstance(error, UnicodeError) or time.monotonic() > deadline:
-                    raise self.unreached(_reason(error)) from error
+                    raise self._unreached(_reason(error)) from error
             time.sleep(_AGAIN)
 
     def _wait_for_listener(self, deadline: float) -> None:
@@ -83,7 +86,7 @@ class Place:
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise self.unreached(_reason(error)) from error
+                    raise self._unreached(_reason(error)) from error
             time.sleep(_AGAIN)
 
     def _own(self) -> Any:
@@ -102,7 +105,7 @@ class Place:
         try:
             return distributed.TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=wait)
         except (distributed.DistError, RuntimeError) as error:
-            raise self.unreached(f"what listens there is no store of torch's, or it ended: {_reason(error)}") from error
+            raise self._unreached(f"what listens there is no store of torch's, or it ended: {_reason(error)}") from error
 
     def _call_the_roll(self, store: Any, deadline: float) -> None:
         """One outcome for all: who is the first to see everybody there, or to wait no longer, decides it."""
