@@ -35,21 +35,23 @@ def _title(run: Run | RecoveryRun) -> str:
 
 
 def _compared(every: Sequence[Run | RecoveryRun]) -> dict[str, Any]:
-    found: dict[str, Any] = {"table": comparison(every), "chart": None, "note": ""}
     runs = [run for run in every if isinstance(run, Run)]
-    if len(runs) < len(every):
-        found["note"] = "A recovery looks at the whole model: it has no errors of layers."
-    if len(runs) < 2:
-        return found
     shown = runs[:_MOST_SERIES]
-    names = [row.name for row in runs[0].layers]
-    if any([row.name for row in run.layers] != names for run in shown):
-        return found | {"note": "The runs pruned different layers, so their errors are not drawn in one chart."}
-    series = [Series(run.name, run.values("error_stored"), style) for run, style in zip(shown, "abcd", strict=False)]
-    found["chart"] = layer_chart("Relative reconstruction error of the stored weights", names, series, log=True)
-    if len(runs) > len(shown):
-        found["note"] = f"The chart shows the first {len(shown)} of {len(runs)} runs."
-    return found
+    chart, notes = None, []
+    if len(runs) < len(every):
+        notes.append("A recovery looks at the whole model: it has no errors of layers.")
+    if len(runs) > 1:
+        names = [row.name for row in runs[0].layers]
+        if all([row.name for row in run.layers] == names for run in shown):
+            series = [Series(run.name, run.values("error_stored"), style) for run, style in zip(shown, "abcd", strict=False)]
+            chart = layer_chart("Relative reconstruction error of the stored weights", names, series, log=True)
+        else:
+            notes.append("The runs pruned different layers, so their errors are not drawn in one chart.")
+        if len({run.report.weighted for run in runs}) > 1:
+            notes.append("Some runs weighted the tokens by the loss and others did not: their errors are of different measures.")
+        if chart is not None and len(runs) > len(shown):
+            notes.append(f"The chart shows the first {len(shown)} of {len(runs)} runs.")
+    return {"table": comparison(every), "chart": chart, "note": " ".join(notes)}
 
 
 def _run(run: Run | RecoveryRun) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def _pruned(run: Run) -> dict[str, Any]:
         "model": run.settings.model,
         "layers": len(run.layers),
         "lead": _lead(run),
+        "weighted": run.report.weighted,
         "warnings": _warnings(run),
         "tiles": _tiles(run),
         "charts": _charts(run),

@@ -4,8 +4,9 @@ A block whose Wanda scores |W_ij|·‖X_i‖ hold more outliers keeps more weigh
 their mean, over all linears of a block together (the paper's equation 1), the kept share is D scaled linearly to [0, 2λ], shifted
 so that the mean over blocks is 1 − sparsity. The scores are those of the dense model.
 
-Departures from the original program, each deliberate: blocks with equal D get equal shares (it divides by zero there), a kept
-share is cut to 1 (it becomes a sparsity of 0.01 there), and options that leave a block nothing are refused.
+Departures from the original program, each deliberate: blocks count in the mean by their weights (there all alike), blocks with
+equal D get equal shares (it divides by zero there), a kept share is cut to 1 (it becomes a sparsity of 0.01 there), and options
+that leave a block nothing are refused.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def owl_plan(
 ) -> Plan:  # fmt: skip
     """`plan` with OWL's sparsity of each block: one pass through the dense model. ValueError where a block would keep nothing."""
     shares: dict[int, float] = {}
+    sizes: dict[int, int] = {}
     log.step("reading inputs", 0)
     with evaluation_mode(source.model):
         with log.phase("capture"):
@@ -121,7 +123,9 @@ def owl_plan(
                 if views:
                     layers = [LayerData(v.name, v.weights_NK(), grams.hessian(v), grams.tokens(v)) for v in views]
                     shares[index] = outlier_share(layers, owl.threshold)
-    kept = dict(zip(shares, owl_densities(list(shares.values()), owl.overall.sparsity, owl.lam), strict=True))
+                    sizes[index] = sum(view.n_inputs * view.n_outputs for view in views)
+    densities = owl_densities(list(shares.values()), owl.overall.sparsity, owl.lam, list(sizes.values()))
+    kept = dict(zip(shares, densities, strict=True))
     if emptied := [index for index in kept if kept[index] == 0]:
         name = plan.blocks[emptied[0]].name
         raise ValueError(f"OWL with lam={owl.lam:g} at {owl.overall} would leave block {name!r} no weight: take a smaller lam")
@@ -137,8 +141,13 @@ def outlier_share(layers: Sequence[LayerData], threshold: float) -> float:
     return sum(int((score > threshold * mean).sum()) for score in scores) / total
 
 
-def owl_densities(outliers: Sequence[float], sparsity: float, lam: float = 0.08) -> list[float]:
-    """The share of weights that each layer keeps. Only the differences of `outliers` matter, in any unit."""
+def owl_densities(
+    outliers: Sequence[float], sparsity: float, lam: float = 0.08, sizes: Sequence[int] | None = None
+) -> list[float]:
+    """The share of weights that each block keeps. Only the differences of `outliers` matter, in any unit.
+
+    sizes: the blocks' weights, by which the mean is 1 − sparsity before shares are cut at 1; all alike without them.
+    """
     if not lam >= 0:
         raise ValueError(f"lam must not be negative, got {lam!r}")
     if not outliers:
@@ -146,20 +155,29 @@ def owl_densities(outliers: Sequence[float], sparsity: float, lam: float = 0.08)
     low, high = min(outliers), max(outliers)
     # All alike: no layer deserves more than another.
     raised = [(value - low) / (high - low) * 2 * lam for value in outliers] if high > low else [0.0] * len(outliers)
-    mean = sum(raised) / len(raised)
+    sizes = sizes or [1] * len(raised)
+    mean = sum(value * size for value, size in zip(raised, sizes, strict=True)) / sum(sizes)
     return [min(1.0, max(0.0, value - mean + 1 - sparsity)) for value in raised]
 
 
 def loss_plan(plan: Plan, gradients: LossGradients, rule: ByLoss) -> Plan:
-    """`plan` with the sparsities of the rule. Layers of which nothing is known get their block's, or the overall one."""
+    """`plan` with the sparsities of the rule.
+
+    Layers of which nothing is known (experts: they do not see every token) get their block's, where it has others, or the overall
+    one.
+    """
     parts: dict[str, list[LayerPlan]] = {}
+    governed: dict[str, int] = {}  # weights that get the part's share
     for block, layers in zip(plan.blocks, plan.layers, strict=True):
         for layer in layers:
+            part = block.name if rule.per == "block" else layer.view.name
+            governed[part] = governed.get(part, 0) + layer.view.n_inputs * layer.view.n_outputs
             if layer.view.name in gradients.costs:
-                parts.setdefault(block.name if rule.per == "block" else layer.view.name, []).append(layer)
+                parts.setdefault(part, []).append(layer)
     if not parts:
         return plan
-    counts = torch.stack([_sum([gradients.costs[layer.view.name] for layer in layers]) for layers in parts.values()])
+    counts = torch.stack([_sum([gradients.costs[layer.view.name] for layer in layers]) for layers in parts.values()]).double()
+    counts *= (torch.tensor([governed[part] for part in parts]) / counts.sum(1))[:, None]  # the known ones stand for all
     kept = dict(zip(parts, balanced_densities(counts, rule.overall.sparsity, rule.lam), strict=True))
     shares: list[float] = []
     for block, layers in zip(plan.blocks, plan.layers, strict=True):

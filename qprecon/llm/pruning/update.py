@@ -136,8 +136,6 @@ def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Sel
     if selector.needs_hessian and layer.n_samples == 0:
         # H = 0 scores all weights alike, so the mask would be arbitrary.
         return get_selector("magnitude").select(layer, pattern), "no calibration token reached it: magnitude mask"
-    if selector.needs_hessian and not bool(layer.hessian_NN.diagonal().any()):  # as an unused expert of Llama 4 is given
-        return get_selector("magnitude").select(layer, pattern), "nothing but zeros entered it: magnitude mask"
     return selector.select(layer, pattern, **method.mask_options), ""
 
 

@@ -129,15 +129,15 @@ class MemoryBlocks:
 
 @contextmanager
 def told_if_pruned_in_part(model: Any) -> Iterator[None]:
-    """While open, an error after which a model in memory is neither the dense nor the pruned one is told by a RuntimeWarning."""
+    """While open, an error after which a model in memory is no longer the dense one is told by a RuntimeWarning."""
     before = _versions(model)
     try:
         yield
     except BaseException:
         if changed := [name for name, version in _versions(model).items() if before.get(name, version) != version]:
             warnings.warn(
-                f"the run ended early, and the model in memory is pruned in part: {len(changed)} of its parameters have been "
-                f"changed, first {changed[0]}; load it again",
+                f"the run ended early, and the model in memory is no longer as it was: {len(changed)} of its parameters have been "
+                f"changed, first {changed[0]}; load it again to start over",
                 RuntimeWarning,
                 stacklevel=3,
             )

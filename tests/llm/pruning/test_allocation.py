@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 
 from qprecon.llm import prune_model
 from qprecon.llm.masks import LayerData
@@ -13,7 +14,7 @@ from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
 from tests.fixtures.golden import archive
-from tests.llm.families import build, tokens
+from tests.llm.families import VOCAB, build, tokens
 
 SEEDS = ("s0", "s1")
 
@@ -192,6 +193,31 @@ def test_by_loss_in_a_run(per):
     assert 0.02 < max(asked.values()) - min(asked.values()) <= 0.2 + step
     assert all(row.requested_sparsity == row.reached_sparsity for row in report.layers)
     assert report.settings["allocation_options"] == {"lam": 0.1, "per": per}
+
+
+@pytest.mark.parametrize("settings", [
+    {"allocation": "loss"}, {"allocation": "loss", "allocation_options": {"per": "layer"}}, {"preset": "balanced"},
+    {"allocation": "owl"},
+], ids=str)  # fmt: skip
+def test_by_loss_the_sparsity_of_all_is_met_where_blocks_differ(settings):
+    """A dense block before blocks of experts, of which the gradients know nothing: these have several times its weights."""
+    torch.manual_seed(0)
+    model = tf.Qwen2MoeForCausalLM(tf.Qwen2MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[0],
+        shared_expert_intermediate_size=40,
+    ))  # fmt: skip
+    report = prune_model(model, tokens(6), sparsity=0.5, progress=False, **settings)
+    sizes = [row.n_inputs * row.n_outputs for row in report.layers]
+    own = {name: sum(size for row, size in zip(report.layers, sizes, strict=True) if f".{name}." in row.name) for name in "012"}
+    assert own["1"] > 2 * own["0"]
+    asked = {row.requested_sparsity for row in report.layers}
+    assert max(asked) - min(asked) > 0.02  # the blocks did get different shares
+    near = max(row.n_outputs for row in report.layers) / 2 / sum(sizes)
+    if settings.get("allocation") == "owl":  # rounds down in each layer, as its authors' program does
+        assert 0 <= 0.5 - report.sparsity <= 1 / min(row.n_inputs for row in report.layers)
+    else:
+        assert report.sparsity == pytest.approx(0.5, abs=near)
 
 
 def test_by_loss_keeps_more_where_weights_matter_more():

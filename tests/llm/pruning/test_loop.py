@@ -265,8 +265,11 @@ def test_dead_inputs(dead):
     report = prune(model)
     assert all(p.isfinite().all() for p in model.parameters())
     q = next(row for row in report.layers if row.name == "model.layers.1.self_attn.q_proj")
-    assert q.reached_sparsity == 0.5 and q.relative_gap <= 1e-4
-    assert q.error_stored == 0 if len(dead) == 32 else q.error_stored > 0
+    assert q.reached_sparsity == 0.5
+    if len(dead) == 32:  # nothing is solved
+        assert q.error_stored == 0 and q.relative_gap is None
+    else:
+        assert q.error_stored > 0 and q.relative_gap <= 1e-4
 
 
 @pytest.mark.parametrize("preset", ["balanced", "best"])
@@ -281,7 +284,7 @@ def test_a_layer_that_nothing_enters_is_pruned_under_every_preset(preset, index)
     gate = next(row for row in report.layers if row.name == f"model.layers.{index}.mlp.gate_proj")
     assert gate.reached_sparsity == 0.5 and gate.error_stored == 0
     assert any(gate.name in note for note in report.warnings)
-    assert "nothing but zeros entered it: magnitude mask" in gate.note
+    assert "its inputs are all zero: magnitude mask" in gate.note
     dense_KN, new_KN = (each.get_submodule(gate.name).weight.abs() for each in (build("llama"), model))
     assert dense_KN[new_KN == 0].mean() < dense_KN[new_KN != 0].mean()
     assert torch.equal(new_KN[new_KN != 0], dense_KN[new_KN != 0])
@@ -307,7 +310,7 @@ def test_a_run_that_ends_early_says_that_the_model_is_pruned_in_part(monkeypatch
         return prune_of(pruned, *more)
 
     monkeypatch.setattr(loop, "finished_rows", fails)
-    with pytest.warns(RuntimeWarning, match=r"pruned in part: 14 of its parameters .* model\.layers\.0\.self_attn\.\w_proj"):
+    with pytest.warns(RuntimeWarning, match=r"no longer as it was: 14 of its parameters .* model\.layers\.0\.self_attn\.\w_proj"):
         with pytest.raises(OSError, match="the disk is gone"):
             prune(model)
     with warnings.catch_warnings():

@@ -102,3 +102,11 @@ def test_the_bound_of_the_summary_is_about_the_damped_cost():
     rows = (dataclasses.replace(ROW, stored_gap=0.02), dataclasses.replace(ROW, name="b", stored_gap=0.04))
     (line,) = [line for line in dataclasses.replace(REPORT, layers=rows).summary().splitlines() if "real-valued" in line]
     assert "damped cost" in line and "3.00%" in line and "4.00%" in line
+
+
+@pytest.mark.parametrize(("power", "said"), [(0.5, True), (0.0, False), (None, False)])
+def test_the_summary_says_whether_tokens_are_weighted(power, said):
+    settings = REPORT.settings if power is None else {**REPORT.settings, "token_weights": power}
+    report = dataclasses.replace(REPORT, settings=settings)
+    (line,) = [line for line in report.summary().splitlines() if "reconstruction error" in line]
+    assert report.weighted == said == ("tokens weighted" in line)
