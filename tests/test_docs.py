@@ -80,6 +80,13 @@ def test_the_example_of_rounding_runs(capsys):
     assert "(8, 256)" in capsys.readouterr().out and len(np.unique(names["stored"].fitted.units(names["stored"].weights))) <= 16
 
 
+def test_the_example_of_few_samples_runs():
+    (code,) = blocks("backends.md", "python")
+    names = {}
+    exec(code, names)
+    assert names["solution"].optimal.all() and names["solution"].weights.shape == names["mask"].shape
+
+
 def test_the_examples_of_regression_run():
     names = {}
     for code in blocks("regression.md", "python"):

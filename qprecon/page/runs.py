@@ -76,6 +76,7 @@ class Task:
     acc_stderr: float | None
     acc_norm: float | None
     acc_norm_stderr: float | None
+    perplexity: float | None = None  # LAMBADA's, of the last word
 
     @property
     def condition(self) -> str:

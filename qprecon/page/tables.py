@@ -92,19 +92,29 @@ def quality(run: Run | RecoveryRun) -> list[Table]:
         rows = [[row.text, f"{row.windows:,} × {row.seqlen:,}", row.bos, number(row.value, ".3f")] for row in measured]
         tables.append(Table(["text", "windows × tokens", "BOS", "perplexity"], rows, words=3))
     if tasks:
-        rows = [
-            [row.task, row.source, f"{row.items:,}", _plus_minus(row.acc, row.acc_stderr),
-             _plus_minus(row.acc_norm, row.acc_norm_stderr)] for row in tasks
-        ]  # fmt: skip
-        average = _average(tasks)
-        rows += [["average of six", "", "", f"{average:.2%}", ""]] if average is not None else []
-        tables.append(Table(["zero-shot task", "source", "items", "acc", "acc_norm"], rows, words=2))
+        tables.append(_task_table(tasks))
     return tables
+
+
+def _task_table(tasks: Sequence[Task]) -> Table:
+    """Accuracies; perplexities beside them where a task has one (LAMBADA's)."""
+    rows = [
+        [row.task, row.source, f"{row.items:,}", _plus_minus(row.acc, row.acc_stderr),
+         _plus_minus(row.acc_norm, row.acc_norm_stderr)] for row in tasks
+    ]  # fmt: skip
+    average = _average(tasks)
+    rows += [["average of six", "", "", f"{average:.2%}", ""]] if average is not None else []
+    head = ["zero-shot task", "source", "items", "acc", "acc_norm"]
+    if any(row.perplexity is not None for row in tasks):
+        found = [number(row.perplexity, ".2f") for row in tasks]
+        head, rows = [*head, "perplexity"], [[*row, value] for row, value in zip(rows, [*found, ""], strict=False)]
+    return Table(head, rows, words=2)
 
 
 def facts(run: Run | RecoveryRun) -> list[tuple[str, str]]:
     """Settings and versions."""
     rows = [(key, value) for key, value in run.report.settings.items() if value not in (None, {}, [])]
+    rows += [("processes (ranks)", run.report.world_size)] if run.report.world_size > 1 else []
     rows += [(f"version of {key}", value) for key, value in run.report.versions.items()]
     return [(str(key), _plain(value)) for key, value in rows]
 

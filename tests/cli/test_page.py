@@ -193,6 +193,19 @@ def test_several_runs_are_compared(folders, tmp_path, capsys):
     assert "different layers" in write_page([folders[0], tmp_path], target).read_text()
 
 
+def test_ranks_and_a_tasks_perplexity_are_shown(folders, tmp_path):
+    report = json.loads((folders[1] / output.REPORT_NAME).read_text()) | {"world_size": 3}
+    (tmp_path / output.REPORT_NAME).write_text(json.dumps(report))
+    task = {"source": "hub", "limit": None, "items": 10, "acc": 0.5, "acc_stderr": 0.1, "acc_norm": None, "acc_norm_stderr": None}
+    tasks = [task | {"task": "lambada_openai", "perplexity": 12.345}, task | {"task": "piqa", "perplexity": None}]
+    (tmp_path / "qprecon_eval.json").write_text(json.dumps({"format": 1, "perplexity": [], "tasks": tasks}))
+    text = write_page([tmp_path], tmp_path / "page.html").read_text()
+    assert "processes (ranks) 3" in " ".join(" ".join(Checker(text).text).split())
+    rows = dict(re.findall(r"<tr><td[^>]*>(lambada_openai|piqa)</td>(.*?)</tr>", text, re.DOTALL))
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", rows["lambada_openai"])[-1] == "12.35"
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", rows["piqa"])[-1] == "–"
+
+
 @pytest.fixture(scope="module")
 def recovered(folders, tmp_path_factory):
     """The first of the folders, recovered."""

@@ -74,7 +74,7 @@ def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
         )
     if idle := [row.name for row in rows if row.tokens == 0]:
         notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
-    if silent := [row.name for row in rows if row.tokens and row.zeros and row.error_masked == 0]:
+    if silent := [row.name for row in rows if row.tokens and row.zeros and row.requested_sparsity and row.error_masked == 0]:
         notes.append(
             f"in {len(silent)} layers the mask costs nothing at all, first {silent[0]}: the inputs of what it prunes are zero for "
             "every calibration token, or those weights were"
