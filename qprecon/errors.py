@@ -16,11 +16,13 @@ class BackendNotInstalledError(ImportError):
 
 
 class PluginBrokenError(RuntimeError):
-    """What an entry point names cannot be loaded, or is no record; the cause is chained."""
+    """What an entry point names cannot be loaded or is no record, or it fails while it works or returns what it should not; the
+    message names it, and the cause is chained."""
 
 
 class BackendBrokenError(PluginBrokenError):
-    """The backend's packages are installed but fail to import or to set up; the cause is chained."""
+    """The backend's packages are installed but fail to import, or the backend fails or answers in a form that is none; the cause is
+    chained."""
 
 
 class UnsupportedError(ValueError):

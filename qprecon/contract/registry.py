@@ -193,7 +193,7 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
 
     Raises:
         BackendNotInstalledError: a required package is missing.
-        BackendBrokenError: it is there but fails to import.
+        BackendBrokenError: it is there but fails to import, or has no ``prepare``.
         ValueError: an unknown option, a value of another type than the option's, or one that its ``Options`` refuses.
     """
     if missing := record.missing():
@@ -203,6 +203,8 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
         module = importlib.import_module(record.target)
     except Exception as error:
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
+    if not callable(getattr(module, "prepare", None)):
+        raise BackendBrokenError(f"backend {record.name!r}: module {record.target} has no function prepare(system, options)")
     made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
     return Loaded(record, module.prepare, made, per_column)

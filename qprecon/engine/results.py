@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays.interop import Array
+from ..contract.answers import UNDERSTOOD
 from ..status import Status
 
-LIMITS = {"iteration_limit": Status.ITERATION_LIMIT, "time_limit": Status.TIME_LIMIT}
+LIMITS = {word: Status[word.upper()] for word in UNDERSTOOD}
 """What a backend says when a limit stopped it."""
 NOT_RUN = "not run"
 

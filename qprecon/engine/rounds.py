@@ -16,8 +16,8 @@ from ..arrays.chunks import compose, indices_of, slices, width_of, within
 from ..arrays.interop import Array, as_given_back, back_to, cast, like, synchronize, to_library
 from ..arrays.linalg import masked
 from ..arrays.memory import automatic_width, out_of_memory, release
+from ..contract.answers import checked_bytes
 from ..contract.interface import Chunk, RawColumns
-from ..errors import BackendBrokenError
 from ..problem.column_qp import ColumnQP
 from ..proof.factor import Certificate
 from ..proof.starting_point import check_squared_error, find_start
@@ -43,8 +43,8 @@ class Task:
         """How many columns go to the backend together."""
         loaded, n = self.backend.loaded, self.problem.n_inputs
         itemsize = 8 if self.backend.dtype == "float64" else 4
-        per_column = loaded.bytes_per_column(n, itemsize, loaded.options) + _AUDIT_BYTES * n
-        return automatic_width(self.problem.place, n, self.problem.n_columns, per_column)
+        own = checked_bytes(loaded.record.name, loaded.bytes_per_column, n, itemsize, loaded.options)
+        return automatic_width(self.problem.place, n, self.problem.n_columns, own + _AUDIT_BYTES * n)
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,6 @@ def _run(
             deadline=limits.deadline,
         )
         raw = backend.solve_chunk(given)
-    name = backend.loaded.record.name
-    if not isinstance(raw, RawColumns):
-        raise BackendBrokenError(f"backend {name!r} answered with {type(raw).__name__}, not RawColumns")
-    if tuple(raw.weights_NK.shape) != tuple(given.start_NK.shape):
-        raise BackendBrokenError(
-            f"backend {name!r} answered with weights of shape {tuple(raw.weights_NK.shape)}, not {tuple(given.start_NK.shape)}"
-        )
     with numbers_may_fail():  # the optimum itself may be beyond the dtype
         answer_NK = problem.clip(scale.unscale_weights(back_to(raw.weights_NK, chunk.weights_NK)), wanted)
     return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned

@@ -10,10 +10,9 @@ import numpy as np
 
 from ..arrays.interop import Array, cast, to_library
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, fitting_threads, upper_inverse_factor
-from ..arrays.memory import out_of_memory
-from ..contract.interface import Chunk, RawColumns, SolveChunk, System
-from ..contract.registry import Loaded
-from ..errors import BackendBrokenError
+from ..contract.answers import Checked, prepared_by
+from ..contract.interface import Chunk, RawColumns, System
+from ..contract.registry import BUILT_IN, Loaded
 from ..problem.hessian import Hessian
 from ..problem.scaling import Scaling, layer_scaling
 from ..proof.factor import Certificate, certificate
@@ -27,7 +26,7 @@ class BackendSetup:
 
     loaded: Loaded
     scaling: Scaling
-    solve_chunk: SolveChunk
+    solve_chunk: Checked
     dtype: str
     library: str
 
@@ -63,8 +62,7 @@ class Shared:
             if key not in self._setups:
                 self._setups[key] = _set_up(self.hessian, loaded, dtype)
             kept = self._setups[key]
-        fresh = getattr(kept.solve_chunk, "fresh", None)  # one that learns from chunk to chunk begins anew in each solve
-        return replace(kept, solve_chunk=fresh()) if fresh else kept
+        return replace(kept, solve_chunk=kept.solve_chunk.fresh())  # one that learns from chunk to chunk begins anew in each solve
 
     def setup_in(self, loaded: Loaded, dtype: str) -> BackendSetup:
         """``setup``; a backend that lacks the dtype works in its own, and what it answers is rounded before it is audited."""
@@ -78,7 +76,7 @@ class Shared:
             raw = kept.solve_chunk(replace(chunk, **{name: cast(array, own[-1]) for name, array in arrays.items()}))
             return replace(raw, weights_NK=cast(raw.weights_NK, dtype))
 
-        return replace(kept, solve_chunk=solve_chunk, dtype=dtype)
+        return replace(kept, solve_chunk=Checked(loaded.record.name, solve_chunk, kept.solve_chunk.ours), dtype=dtype)
 
     def inverse_factor(self, damping: float, dtype: str) -> Array:
         """U, upper triangular (N, N), with UᵀU = (H + λI)⁻¹ and λ = damping · mean(diag H), or 1 where H is 0.
@@ -129,14 +127,8 @@ def _set_up(hessian: Hessian, loaded: Loaded, dtype: str) -> BackendSetup:
     library = own if own in capabilities.libraries else capabilities.libraries[0]
     ridge = hessian.ridge / scaling.hessian_scale if capabilities.scaling != "jacobi" else 0.0
     system = System(to_library(scaling.hessian(hessian, dtype), library), ridge, hessian.samples)
-    try:
-        return BackendSetup(loaded, scaling, loaded.prepare(system, loaded.options), dtype, library)
-    except ValueError:
-        raise
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        raise BackendBrokenError(f"backend {loaded.record.name!r} failed to set up: {error!r}") from error
+    solve_chunk = prepared_by(loaded.record.name, loaded.prepare, system, loaded.options, ours=loaded.record in BUILT_IN)
+    return BackendSetup(loaded, scaling, solve_chunk, dtype, library)
 
 
 def _inverse_factor(ridged_NN: Array, damping: float, dtype: str) -> Array:
