@@ -568,32 +568,6 @@ def test_what_cannot_be_parsed_is_one_line_that_says_where_all_is_listed(line, c
     assert stop.value.code == 2 and said.count("\n") == 1 and len(said) < 400 and "--help" in said, said
 
 
-@pytest.mark.parametrize(("left", "said"), [
-    ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"), ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK='x'"), ({"RANK": "7"}, "RANK=7"),
-])  # fmt: skip
-def test_a_launchers_environment_that_was_left_over(left, said, monkeypatch, capsys):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", **left}.items():
-        monkeypatch.setenv(name, value)
-    assert cli.main(["prune", "model", "out"]) == 2
-    err = capsys.readouterr().err
-    assert said in err and "unset it" in err and err.count("\n") == 1
-
-
-def test_processes_that_do_not_come_are_named_and_not_waited_for_in_silence(folder, tmp_path):
-    """The rest of a launcher's environment, in a shell: the command says what it waits for, and SIGTERM ends it."""
-    left = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    code = "import sys; from qprecon.cli import _launch, main; _launch._PATIENCE = 0.1; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "prune", str(folder / "model"), str(tmp_path / "out"), "--device", "cpu"],
-        env={**os.environ, **left}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    said = process.stderr.readline()
-    process.terminate()
-    _, rest = process.communicate(timeout=30)
-    assert "waiting for the other processes of WORLD_SIZE=2" in said and "unset it" in said
-    assert process.returncode == 143 and "terminated" in rest
-
-
 @pytest.mark.parametrize("command", [
     ["prune", "MODEL", "OUT", "--calib", ""], ["prune", "MODEL", " "], ["prune", "MODEL", ""],
     ["eval", "MODEL", "--seqlen", "32", "--text", ""],

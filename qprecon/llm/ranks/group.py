@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +65,20 @@ class Ranks:
     def gathered(self, what: Any) -> list[Any]:
         """What each rank brings, in the order of ranks: small things that can be pickled."""
         return [what] if self.meeting is None else self.meeting.gathered(what)
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """ValueError, which names what differs and where, unless all ranks were given the same settings.
+
+        Each rank does its layers by its own, and the report has those of the first one only.
+        """
+        if self.size == 1:
+            return
+        own = {name: json.dumps(value, default=_plain, skipkeys=True) for name, value in settings.items()}
+        first, *others = self.gathered(own)
+        for rank, other in enumerate(others, start=1):
+            if differing := [name for name in first if other.get(name) != first[name]]:
+                here, there = (", ".join(f"{name}={_shown(each[name])}" for name in differing) for each in (first, other))
+                raise ValueError(f"all ranks take the same arguments, but rank 0 has {here} and rank {rank} has {there}")
 
     def decided(self, work: Callable[[], Result]) -> Result:
         """What `work` gives on the first rank, which alone does it; the others wait for as long as that rank's process lives."""
@@ -189,6 +205,18 @@ def own_device(device: Any) -> Any:
         return device
     number = int(os.environ.get("LOCAL_RANK", distributed.get_rank() % torch.cuda.device_count()))
     return f"cuda:{number}"
+
+
+def _plain(value: Any) -> Any:
+    """For JSON, alike in all processes: an object's own words may hold its address, and sets have no order."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return str(value) if isinstance(value, torch.dtype | PurePath) else type(value).__name__
+
+
+def _shown(text: str) -> str:
+    """JSON as Python writes it, and not endless."""
+    return text.replace('"', "'") if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -119,6 +119,8 @@ def _run(
     if ranks.size > 1:
         check_exchange(device)
     with log.phase("load"):
+        told = {"save_masks": where.save_masks, "save_steps": where.save_steps, "resume": where.resume, "in_memory": out is None}
+        ranks.check_same(recovery.settings() | told)
         for each in (model, dense) if out is not None else ():
             check_apart(each, out)
         out = None if out is None else ranks.decided(lambda: check_output(where.out))

@@ -3,12 +3,14 @@
 import os
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qprecon.cli import main
 from qprecon.llm import PruneReport, RecoveryReport
+from qprecon.llm.ranks.group import Ranks
 from tests.llm.ranks.processes import needs_forks, run_apart
 from tests.llm.storage.test_streaming import same, weights
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
@@ -30,6 +32,7 @@ def command(rank, port, size, folder, name, *arguments):
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
+    arguments = [word[rank] if isinstance(word, tuple) else word for word in arguments]  # a tuple: what each rank is given
     with (folder / f"stdout {rank}").open("w") as sys.stdout, (folder / f"stderr {rank}").open("w") as sys.stderr:
         return main([name, *map(str, arguments), "--progress", "json", "--device", "cpu"])
 
@@ -75,7 +78,7 @@ def test_a_free_port_is_no_group(monkeypatch, model, tmp_path):
 
 
 def test_other_commands_take_one_process(model, tmp_path, monkeypatch, capsys):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert main(["eval", str(model), "--text", str(tmp_path / "text.txt")]) == 2
     assert "takes one process" in capsys.readouterr().err
@@ -102,3 +105,32 @@ def test_bad_input_of_recover_is_one_line(model, tmp_path):
     codes, said, shown = launched(2, tmp_path, model, model, tmp_path / "out", "--calib", tmp_path / "text.txt", name="recover")
     lines = [line for text in shown for line in text.splitlines() if "error" in line]
     assert 0 not in codes and said == ["", ""] and len(lines) == 1 and "rank " in lines[0] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("flag", "values", "said"), [
+    ("--sparsity", (0.5, 0.6), ["--pattern 50%", "--pattern 60%"]), ("--seed", (0, 1), ["--seed 0", "--seed 1"]),
+    ("--mask-option", ("block_size=32", "block_size=64"), ["mask_options=", "32", "64"]),
+])  # fmt: skip
+def test_ranks_with_different_settings_are_named(flag, values, said, model, tmp_path):
+    """Each would prune its layers by its own, and the report tell those of rank 0."""
+    more = ("--mask", "sparsegpt") if flag == "--mask-option" else ()
+    codes, _, shown = launched(2, tmp_path, model, tmp_path / "out", "--calib", tmp_path / "text.txt", flag, values, *more)
+    lines = [line for text in shown for line in text.splitlines() if "error" in line]
+    assert 0 not in codes and len(lines) == 1 and not (tmp_path / "out").exists()
+    assert all(word in lines[0] for word in [*said, "rank 0 has", "rank 1 has"]), lines
+
+
+def test_ranks_that_recover_with_different_settings_are_named(model, tmp_path):
+    flags = ("--calib", tmp_path / "text.txt", "--lr", (1e-4, 1e-3))
+    codes, _, shown = launched(2, tmp_path, model, model, tmp_path / "out", *flags, name="recover")
+    lines = [line for text in shown for line in text.splitlines() if "error" in line]
+    assert 0 not in codes and len(lines) == 1 and all(word in lines[0] for word in ("--lr 0.0001", "--lr 0.001", "rank 1")), lines
+
+
+def test_the_same_settings_are_the_same_in_every_process():
+    """Sets have an order of each process, and objects an address."""
+    ranks = Ranks(0, 2)
+    told = []
+    object.__setattr__(ranks, "meeting", SimpleNamespace(gathered=lambda what: told.append(what) or [what, what]))
+    ranks.check_same({"train": {"b", "a"}, "masks": object(), "dtype": torch.float16, "nan": float("nan")})
+    assert told == [{"train": '["a", "b"]', "masks": '"object"', "dtype": '"torch.float16"', "nan": "NaN"}]
