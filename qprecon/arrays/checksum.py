@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from .interop import Array, dtype_name, namespace
 
 _ROWS = 64
@@ -14,6 +16,14 @@ def bits(x: Array) -> Array:
     xp = namespace(x)
     whole = x.view(getattr(xp, f"int{8 * x.dtype.itemsize}"))
     return whole.sum(dtype=xp.int64)
+
+
+def bits_by_line(x_NK: Array) -> tuple[Array, Array]:
+    """``bits`` of each column and of each row of floats: also others where numbers have changed places."""
+    xp = namespace(x_NK)
+    x_NK = x_NK.detach() if xp is not np else x_NK
+    whole = x_NK.view(getattr(xp, f"int{8 * x_NK.dtype.itemsize}"))
+    return whole.sum(0, dtype=xp.int64), whole.sum(-1, dtype=xp.int64)
 
 
 def sampled_bits(x_NN: Array) -> Array:

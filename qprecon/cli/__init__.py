@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import qprecon
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import RankError
+from qprecon.errors import PluginBrokenError, RankError
 from qprecon.files import one_line
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
@@ -89,8 +89,6 @@ def _nobody_reads() -> bool:
 
 def _is_told(error: Exception) -> bool:
     """What a user can mend: a bad value or file, a missing or broken package, no memory. Anything else is our own mistake."""
-    from qprecon.errors import PluginBrokenError
-
     return isinstance(error, ValueError | OSError | ImportError | PluginBrokenError) or out_of_memory(error)
 
 
@@ -98,7 +96,8 @@ def _line(error: Exception) -> str:
     """An error on one line."""
     if out_of_memory(error) and not isinstance(error, ValueError):
         return f"out of memory ({one_line(error)}); fewer or shorter windows, or a smaller batch, take less"
-    return " ".join(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}…" for word in str(error).split())
+    where = "; --traceback shows where" if isinstance(error, PluginBrokenError) and error.__cause__ is not None else ""
+    return " ".join(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}…" for word in str(error).split()) + where
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,14 +1,19 @@
 """Third parties' records through entry points: of backends (`qprecon.backends`) and of mask selectors (`qprecon.masks`).
 
 An entry point's name is the record's. It is loaded when it is asked for by name, so that a broken one stops nobody else.
+What it does wrong when it runs is told with its name (`guarded`) and with where that was (`working_on`).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
+from ..arrays.checksum import bits_by_line
+from ..arrays.interop import Array
+from ..arrays.memory import out_of_memory
 from ..errors import PluginBrokenError
 
 Record = TypeVar("Record")
@@ -35,3 +40,34 @@ def load_record(
     if not isinstance(record, kind) or getattr(record, "name", None) != entry.name:
         raise broken(f"entry point {entry.name!r} ({entry.value}) is not a qprecon {kind.__name__} of that name")
     return record
+
+
+@contextmanager
+def guarded(what: str, given: Mapping[str, Array]) -> Iterator[None]:
+    """While open, a third party's function runs, called `what` in errors, on arrays that it must leave as they are.
+
+    Raises:
+        ValueError: it refuses something. PluginBrokenError: it fails in another way, or has changed one of the `given` arrays.
+        Memory that runs out is nobody's fault and passes.
+    """
+    before = {name: bits_by_line(array) for name, array in given.items()}
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise PluginBrokenError(f"{what} failed: {error!r}") from error
+    for name, array in given.items():
+        if any(bool((then != now).any()) for then, now in zip(before[name], bits_by_line(array), strict=True)):
+            raise PluginBrokenError(f"{what}: it has changed {name} in place; it may change copies only")
+
+
+@contextmanager
+def working_on(where: str) -> Iterator[None]:
+    """While open, an error about a plugin gets `where` before it; what caused it stays its cause."""
+    try:
+        yield
+    except PluginBrokenError as error:
+        raise type(error)(f"{where}: {error}") from (error.__cause__ or error)

@@ -80,10 +80,20 @@ class Selector:
     patterns: tuple[str, ...] | None = None
 
     def select(self, layer: LayerData, pattern: Pattern, **options: Any) -> Selection:
-        """The mask of one layer. ValueError for options that are not the selector's, and what it refuses itself."""
+        """The mask of one layer. ValueError for options that are not the selector's, and what it refuses itself.
+
+        PluginBrokenError: a third party's fails, changes what it is given, or returns what is no selection.
+        """
         if self.model_level:
             raise ValueError(f"mask {self.name!r} is learned on the whole model: use learn, not select")
-        return self._loaded().select(layer, pattern, self.options(options))
+        loaded, made = self._loaded(), self.options(options)
+        if self.is_ours:
+            return loaded.select(layer, pattern, made)
+        what = f"mask {self.name!r}, layer {layer.name!r}"
+        given = {"the layer's weights": layer.weights_NK} | ({} if layer.hessian_NN is None else {"H": layer.hessian_NN})
+        with plugins.guarded(what, given):
+            found = loaded.select(layer, pattern, made)
+        return self._checked(found, layer, what)
 
     def by_output(self, pattern: Pattern, **options: Any) -> bool:
         """Whether each output's mask depends on its own weights and H alone; a selector that does not say compares outputs."""
@@ -98,8 +108,52 @@ class Selector:
         """The masks of all layers, name -> bool (N, K), for model-level selectors; see `proxsparse.learn_masks`."""
         if not self.model_level:
             raise ValueError(f"mask {self.name!r} is chosen layer by layer: use select, not learn")
-        learn_masks = self._loaded().learn_masks
-        return learn_masks(model, batches, self.options(options), linears=linears, device=device, progress=progress)
+        learn_masks, made = self._loaded().learn_masks, self.options(options)
+        if self.is_ours:
+            return learn_masks(model, batches, made, linears=linears, device=device, progress=progress)
+        what = f"mask {self.name!r}"
+        with plugins.guarded(what, {f"the weights of {name}": module.weight for name, module in (linears or {}).items()}):
+            found = learn_masks(model, batches, made, linears=linears, device=device, progress=progress)
+        if not isinstance(found, Mapping):
+            raise PluginBrokenError(f"{what}: learn_masks returned {_kind(found)}, not a dict of masks by layer")
+        return dict(found)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one of qprecon's own, which are trusted."""
+        return SELECTORS.get(self.name) is self
+
+    def as_mask(self, value: Any, layer: LayerData) -> torch.Tensor:
+        """A mask that was made for a layer, as bool (N, K) of its own on the layer's device. PluginBrokenError if it is none."""
+        from qprecon.llm.masks.given import as_bool
+
+        try:
+            mask_NK = as_bool(value, layer.name)
+        except ValueError as error:
+            raise PluginBrokenError(f"mask {self.name!r}, {error}; wanted are bools, True = kept") from error
+        if mask_NK.shape != layer.weights_NK.shape:
+            raise PluginBrokenError(
+                f"mask {self.name!r}, layer {layer.name!r}: the mask has shape {tuple(mask_NK.shape)}, not "
+                f"{tuple(layer.weights_NK.shape)} (inputs, outputs)"
+            )
+        return mask_NK.to(layer.weights_NK.device, copy=True)  # its maker may fill the same tensor again for the next layer
+
+    def _checked(self, found: Any, layer: LayerData, what: str) -> Selection:
+        """What a third party's `select` returned, as it should be."""
+        if not isinstance(found, Selection):
+            raise PluginBrokenError(f"{what}: select returned {_kind(found)}, not Selection(mask_NK)")
+        mask_NK, own_NK = self.as_mask(found.mask_NK, layer), found.weights_NK
+        if own_NK is None and not self.has_own_update:
+            return Selection(mask_NK)
+        like = layer.weights_NK
+        if not hasattr(own_NK, "is_floating_point") or not own_NK.is_floating_point() or own_NK.shape != like.shape:
+            raise PluginBrokenError(f"{what}: its own weights are {_kind(own_NK)}, not a tensor of floats {tuple(like.shape)}")
+        own_NK = own_NK.detach().to(like.device).float().clone()
+        if not bool(own_NK.isfinite().all()):
+            raise PluginBrokenError(f"{what}: its own weights hold NaN or Inf")
+        if bool((own_NK * ~mask_NK).any()):
+            raise PluginBrokenError(f"{what}: its own weights are not 0 where its mask prunes")
+        return Selection(mask_NK, own_NK)
 
     def options(self, values: Mapping[str, Any]) -> Any:
         """The selector's `Options` of these values, None if it has none. ValueError for a name or a value that it does not take."""
@@ -110,6 +164,13 @@ class Selector:
             return import_module(self.module)
         except Exception as error:
             raise PluginBrokenError(f"mask {self.name!r} is installed but fails to import: {error!r}") from error
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"a {type(value).__name__} {value.dtype} {tuple(shape)}"
 
 
 def _record(name: str, own: bool, hessian: bool, source: str, **more) -> Selector:

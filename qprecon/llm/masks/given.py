@@ -66,7 +66,7 @@ def select(layer: LayerData, pattern: Pattern | None, options: Options) -> Selec
     key = next((key for key in (layer.name, layer.name + ".weight", _bare(layer.name)) if key in masks), None)
     if key is None:
         raise ValueError(f"no mask is given for layer {layer.name!r}; there are {_listed(masks)}")
-    mask_NK = _as_bool(masks[key], layer.name)
+    mask_NK = as_bool(masks[key], layer.name)
     if mask_NK.shape != layer.weights_NK.shape:
         turned = mask_NK.T.shape == layer.weights_NK.shape
         raise ValueError(
@@ -115,11 +115,11 @@ def load_masks(
         stacked = {_without_expert(name, how.expert) for name, how in (stored or {}).items() if how.expert is not None}
         _check_known(by_name, {*map(_bare, known), *stacked})
         for name in by_name.keys() & (dense or {}).keys():
-            if not bool(_as_bool(by_name[name](), name).all()):
+            if not bool(as_bool(by_name[name](), name).all()):
                 raise ValueError(f"there is a mask with zeros for {name!r}, which is not pruned: {(dense or {})[name]}")
     masks = {}
     for name in by_name if names is None else names:
-        mask = _as_bool(by_name[_bare(name)](), name)
+        mask = as_bool(by_name[_bare(name)](), name)
         own_way = own[name].orientation if name in own else default
         masks[name] = mask if (orientation or own_way) == "NK" else mask.T.contiguous()
     if not masks:
@@ -228,7 +228,8 @@ def _checkpoint_orientation(folder: Path) -> str:
     return "NK" if kind in _CONV1D_MODELS else "KN"
 
 
-def _as_bool(value: object, name: str) -> torch.Tensor:
+def as_bool(value: object, name: str) -> torch.Tensor:
+    """A mask of bools, or of numbers that are all 0 or 1, of any library, as bool. ValueError, naming the layer, for any other."""
     try:
         mask = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

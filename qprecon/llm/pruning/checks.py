@@ -10,6 +10,7 @@ from torch import nn
 
 import qprecon
 from qprecon.contract.options import is_number
+from qprecon.contract.plugins import working_on
 from qprecon.llm.files.kinds import quantised_by
 from qprecon.llm.files.weight_files import check_files
 from qprecon.llm.masks import LayerData, Selector, get_selector
@@ -163,7 +164,8 @@ def _try_solve(method: Method, device: torch.device) -> None:
     weights_NK = torch.ones(4, 1, dtype=torch.float32, device=device)
     mask_NK = torch.tensor([[True], [False], [True], [True]], device=device)
     for backend in _tried(method, device):
-        qprecon.solve(hessian_NN, weights_NK, mask_NK, backend, damping=method.damping, tol=method.tol, **method.solve_options)
+        with working_on("a trial problem of 4 inputs"):
+            qprecon.solve(hessian_NN, weights_NK, mask_NK, backend, damping=method.damping, tol=method.tol, **method.solve_options)
 
 
 def _tried(method: Method, device: torch.device) -> list[str]:

@@ -88,7 +88,7 @@ def draft_rows(
     solution: qprecon.Solution | None,
     method: Method,
     stored: Stored,
-    note: str,
+    notes: Sequence[str],
     asked_NK: torch.Tensor,
 ) -> list[Draft]:
     """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K).
@@ -104,7 +104,7 @@ def draft_rows(
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
-    for part in parts:
+    for part, note in zip(parts, notes, strict=True):
         columns = slice(first, first := first + part.width)
         facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol)}
         facts["stored_costs"] = stored.costs(columns)
@@ -167,6 +167,7 @@ class _Counted:
     def plus(self, other: _Counted) -> _Counted:
         """Of these columns and some others."""
         facts, more = dict(self.facts), other.facts
+        facts["note"] = facts["note"] or more["note"]
         for name, joined in (("relative_gap", max), ("iterations", max), ("uncertified", sum), ("fallbacks", sum)):
             if name in facts:
                 facts[name] = joined((facts[name], more[name]))

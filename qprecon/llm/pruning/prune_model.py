@@ -96,6 +96,7 @@ def prune_model(
         ValueError, TypeError, FileExistsError: bad arguments, before any calibration; an activation that is not finite; an
             unfinished run with other settings beside `out` (the differences are named).
         OSError: a file that cannot be written; blocks finished before are kept.
+        PluginBrokenError: a backend or a third party's mask fails or returns what it should not; it and the layer are named.
         RankError: another rank has failed or does not answer; it is named.
     """
     assert isinstance(device, torch.device)  # chosen by `on_its_device`

@@ -14,16 +14,20 @@ from typing import Any
 import torch
 
 import qprecon
+from qprecon.contract.plugins import working_on
 from qprecon.llm.lowbit.adapter import Adapter, Attempt, alternated, attach
 from qprecon.llm.lowbit.rounding import on_their_grid
-from qprecon.llm.masks import LayerData, Selection, get_selector
+from qprecon.llm.masks import LayerData, Selection, Selector, get_selector
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.model.linears import LinearView
 from qprecon.llm.pruning.measure import Draft, Seconds, draft_rows
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Part
+from qprecon.llm.reporting.report import NOT_HELD
 from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.target import asked_weights
 
+_NO_TOKEN = "no calibration token reached it: magnitude mask"
 _ALL_ZERO = "its inputs are all zero: magnitude mask"
 
 
@@ -53,15 +57,16 @@ def prune_parts(
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
     if last:
         grams.forget_targets(views[0])
-    dense_NK, selection, note = choose_masks(parts, asked, prepared, 0 if idle else tokens, method, grams.output_scales)
-    note = _ALL_ZERO if note and tokens else note
+    dense_NK, selection, notes = choose_masks(parts, asked, prepared, 0 if idle else tokens, method, grams.output_scales)
+    notes = [_ALL_ZERO if note == _NO_TOKEN and tokens else note for note in notes]
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     asked_NK, adapters, rounding = dense_NK, list[Adapter](), 0.0
 
     def attempt(target_NK: torch.Tensor) -> Attempt:
         nonlocal rounding
-        new_NK, solution = rebuild(target_NK, prepared, selection, method, idle=idle)
+        with working_on(_named(views)):
+            new_NK, solution = rebuild(target_NK, prepared, selection, method, idle=idle)
         span: list[float] = []
         _lap(span, new_NK)
         stored = on_their_grid(views, prepared, target_NK, selection.mask_NK, new_NK, solution, method)
@@ -75,7 +80,8 @@ def prune_parts(
     else:
         found = attempt(asked_NK)
     new_NK, solution, stored = found
-    note = "; ".join(filter(None, (note, *(prepared.notices if solution is not None else ()))))
+    notices = prepared.notices if solution is not None else ()
+    notes = ["; ".join(filter(None, (note, *notices))) for note in notes]
     if last:
         prepared.release()
     for part, columns in placed(parts):
@@ -87,7 +93,7 @@ def prune_parts(
     exact = new_NK.dtype == torch.float32 and all(view.dtype == torch.float32 for view in views)
     stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
     matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
-    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, note, asked_NK)
+    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, notes, asked_NK)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     seconds = Seconds.of(mask, update, measure, solution, rounding)
@@ -97,8 +103,8 @@ def prune_parts(
 def choose_masks(
     parts: Sequence[Part], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method,
     scales: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, Selection, str]:  # fmt: skip
-    """The given weights and the selection of all parts side by side, and a note where another rule had to be taken.
+) -> tuple[torch.Tensor, Selection, list[str]]:  # fmt: skip
+    """The given weights and the selection of all parts side by side, and for each a note where its mask is not what was asked for.
 
     scales: by what outputs are multiplied for the choice, (K,) by name of the layer; optimal weights do not depend on it.
     """
@@ -118,7 +124,7 @@ def choose_masks(
         chosen.append((selection, note))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
-    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), chosen[0][1]
+    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), [note for _, note in chosen]
 
 
 def is_known(method: Method) -> bool:
@@ -127,16 +133,30 @@ def is_known(method: Method) -> bool:
 
 
 def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Selection, str]:
-    """The selection for a layer, and a note where another rule than the one asked for had to be taken."""
+    """The selection for a layer, and a note where another rule had to be taken, or a third party's mask misses the pattern."""
+    selector = get_selector(method.mask)
     if method.learned_masks is not None:
         if layer.name not in method.learned_masks:
             raise ValueError(f"{layer.name}: mask {method.mask!r} learned no mask for it")
-        return Selection(method.learned_masks[layer.name].to(layer.weights_NK.device, torch.bool)), ""
-    selector = get_selector(method.mask)
+        selection = Selection(selector.as_mask(method.learned_masks[layer.name], layer))
+        return selection, _missed(selector, selection.mask_NK, pattern)
     if selector.needs_hessian and layer.n_samples == 0:
         # H = 0 scores all weights alike, so the mask would be arbitrary.
-        return get_selector("magnitude").select(layer, pattern), "no calibration token reached it: magnitude mask"
-    return selector.select(layer, pattern, **method.mask_options), ""
+        return get_selector("magnitude").select(layer, pattern), _NO_TOKEN
+    selection = selector.select(layer, pattern, **method.mask_options)
+    return selection, _missed(selector, selection.mask_NK, pattern)
+
+
+def _missed(selector: Selector, mask_NK: torch.Tensor, pattern: Pattern) -> str:
+    if selector.is_ours or pattern.is_held_by(mask_NK):
+        return ""
+    return f"{NOT_HELD}: mask {selector.name!r} prunes {1 - float(mask_NK.double().mean()):.2%} of it, and {pattern} was asked"
+
+
+def _named(views: Sequence[LinearView]) -> str:
+    """Layers that are solved together, for errors."""
+    first, others = views[0].name, len(views) - 1
+    return f"layer {first!r}" + (f" and {others} more with the same inputs" if others else "")
 
 
 def rebuild(

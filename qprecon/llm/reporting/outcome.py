@@ -12,7 +12,7 @@ import transformers
 import qprecon
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
-from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.llm.reporting.report import NOT_HELD, LayerRow, PruneReport
 
 _SHORT = 1e-3  # of a layer's weights: what is missing of the sparsity asked for, and is said
 
@@ -30,7 +30,7 @@ def outcome(
         settings=settings,
         versions=versions(),
         phase_seconds=dict(log.seconds),
-        warnings=(*log.notes, *_remarks(rows, given=settings["mask"] == "given")),
+        warnings=(*log.notes, *_remarks(rows, settings["mask"])),
         **facts,
     )
 
@@ -54,18 +54,20 @@ def among_ranks(ranks: Ranks, device: torch.device, windows: int | None, log: Ru
     return {"world_size": ranks.size, "ranks": tuple(facts for facts, _ in told)}
 
 
-def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
-    """`given`: the masks were, so that nobody asked for a sparsity."""
-    notes = []
+def _remarks(rows: Sequence[LayerRow], mask: str) -> list[str]:
+    """mask: who made them; nobody asked given ones for a sparsity."""
+    notes, given = [], mask == "given"
     if not any(row.zeros for row in rows):
         notes.append("no weight was pruned" + (": the given masks keep all" if given else ""))
     if emptied := [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]:
         notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
+    notes += _not_held(rows, mask)
+    others = [row for row in rows if not row.note.startswith(NOT_HELD)]
     # Low bits make zeros of small weights, which were kept.
-    fuller = [row.name for row in rows if row.bits is None and row.reached_sparsity > row.requested_sparsity + 1e-9]
+    fuller = [row.name for row in others if row.bits is None and row.reached_sparsity > row.requested_sparsity + 1e-9]
     if fuller and not given:
         notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
-    short = [row for row in rows if row.requested_sparsity - row.reached_sparsity >= _SHORT]
+    short = [row for row in others if row.requested_sparsity - row.reached_sparsity >= _SHORT]
     if short and not given:
         worst = max(short, key=lambda row: row.requested_sparsity - row.reached_sparsity)
         notes.append(
@@ -84,14 +86,42 @@ def _remarks(rows: Sequence[LayerRow], given: bool) -> list[str]:
     return notes
 
 
+def _not_held(rows: Sequence[LayerRow], mask: str) -> list[str]:
+    """Where a third party's masks are not what was asked for."""
+    missed = [row for row in rows if row.note.startswith(NOT_HELD)]
+    if not missed:
+        return []
+    worst = max(missed, key=lambda row: abs(row.reached_sparsity - row.requested_sparsity))
+    return [
+        f"mask {mask!r} did not keep to the pattern asked for in {len(missed)} of {len(rows)} layers, at worst {worst.name}: "
+        f"{worst.pattern} asked, {worst.reached_sparsity:.2%} zeros got"
+    ]
+
+
+def _useless(rows: Sequence[LayerRow]) -> set[str]:
+    """The backends of which no answer to any column was used."""
+    solved = [row for row in rows if row.backend is not None]
+    return {row.backend for row in solved} - {row.backend for row in solved if (row.fallbacks or 0) < row.n_outputs}
+
+
 def _missed(rows: Sequence[LayerRow]) -> list[str]:
     """Where columns are not certified to the tolerance, those of weights beside adapters included."""
-    late = [row for row in rows if row.uncertified]
+    useless = _useless(rows)
+    notes = [
+        f"backend {name!r}: none of its answers could be used, as they were not finite or no better than the weights that columns "
+        f"started from; all {sum(row.n_outputs for row in rows if row.backend == name)} columns keep these. Take another backend"
+        for name in sorted(useless)
+    ]
+    late = [row for row in rows if row.uncertified and row.backend not in useless]
+    return notes + _late(late, len(rows))
+
+
+def _late(late: Sequence[LayerRow], layers: int) -> list[str]:
     if not late:
         return []
     worst = max(late, key=lambda row: row.uncertified or 0)
     return [
-        f"{len(late)} of {len(rows)} layers have columns above the tolerance, most of them {worst.name} ({worst.uncertified} of "
+        f"{len(late)} of {layers} layers have columns above the tolerance, most of them {worst.name} ({worst.uncertified} of "
         f"{worst.n_outputs} columns): a larger tol, a larger damping, more iterations (solve_options) or another backend may do"
     ]
 

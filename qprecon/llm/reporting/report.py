@@ -18,6 +18,7 @@ STORED_DENSE = (
 )
 REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
 FORMAT = 1
+NOT_HELD = "not the pattern asked for"  # a row's note on its mask begins so
 MUCH = 0.05  # of a model: what is left dense and is more is said first
 
 
