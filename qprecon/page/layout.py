@@ -73,6 +73,7 @@ def _pruned(run: Run) -> dict[str, Any]:
         "charts": _charts(run),
         "rounding": f"{max(excess, 0.0):.2%}",
         "off": f"{off:.3g}",
+        "allotted": (found := run.report.settings.get("allocation") or "uniform") != "uniform" and found,
         "quality": quality(run),
         "facts": facts(run),
         "recipe": run.recipe,

@@ -97,6 +97,15 @@ def test_a_page_is_self_contained_and_says_everything(folders):
         assert phase in shown
 
 
+def test_a_page_says_whose_shares_were_asked_for(folders, tmp_path):
+    """Where the sparsity is allotted, that of a layer is not the user's."""
+    report = json.loads((folders[0] / output.REPORT_NAME).read_text())
+    for allocation in ("uniform", "loss"):
+        report["settings"]["allocation"] = allocation
+        (tmp_path / output.REPORT_NAME).write_text(json.dumps(report))
+        assert ("allocation=loss gave it" in write_page([tmp_path]).read_text()) == (allocation == "loss")
+
+
 def test_warnings_are_shown(folders, tmp_path):
     report = json.loads((folders[0] / output.REPORT_NAME).read_text())
     report["warnings"] = ["1 experts got no token"]
