@@ -630,6 +630,7 @@ def test_the_home_of_nobody_is_a_name(line, folder, tmp_path, monkeypatch, capsy
         ("prune m o", "group_size=64 or 96 fits all layers", "--group-size 64 or 96 fits all layers"),
         ("prune m o", "give pattern=\"2:4\", damping=0.02", "give --pattern 2:4, --damping 0.02"),
         ("prune m o", "resume=False starts over", "--no-resume starts over"),
+        ("prune m o", "or start over with resume=False", "or start over with --no-resume"),
         ("prune m o", "the file's seqlen is 5; model.nsamples=4", "the file's seqlen is 5; model.nsamples=4"),
         ("recover m d o", "give optimizer_state='host' or checkpointing=True", "give --optimizer-state host or --checkpointing"),
     ],

@@ -107,6 +107,8 @@ def prune_model(
         ranks = replace(ranks, fixed=recipe.fixed_order)
         log = RunLog(progress if ranks.first else False, notes=recipe.without_effect())
         with ranks.computing(device):
+            told = {"save_masks": save_masks, "resume": resume, "in_memory": out is None}
+            ranks.check_same(recipe.recorded() | told)  # device, store and the folder's path are a host's own
             return _pruned(model, calibration, recipe, tokenizer, _Where(out, device, store, resume, save_masks), log, ranks)
 
 
@@ -127,8 +129,6 @@ def _pruned(
     """`prune_model` on one of the ranks."""
     out, device, store, save_masks = where.out, where.device, where.store, where.save_masks
     with log.phase("load"), no_collection():
-        told = {"save_masks": save_masks, "resume": where.resume, "in_memory": out is None}
-        ranks.check_same(recipe.recorded() | told)  # device, store and the folder's path are a host's own
         if out is not None:
             given, out = out, ranks.decided(lambda: check_output(where.out))
             if Path(os.path.expanduser(given)).is_symlink():

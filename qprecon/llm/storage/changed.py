@@ -30,7 +30,7 @@ def compare_files(journal: Journal, shards: Shards, entries: Sequence[dict[str, 
     if changed is not None:
         raise ValueError(
             f"an unfinished run in {journal.folder} cannot be continued: the model's files were written anew, and "
-            f"{changed} is not known to be what it was. Start over with resume=False (--no-resume)"
+            f"{changed} is not known to be what it was. Start over with resume=False"
         )
     journal.write(_TIMES, now)
     return any(entries)

@@ -62,7 +62,7 @@ class Journal:
             if known is not None and (differing := _differences(known, fingerprint)):
                 raise ValueError(
                     f"an unfinished run in {folder} cannot be continued, it was started with other settings: "
-                    f"{'; '.join(differing)}. Repeat its settings, or start over with resume=False (--no-resume)"
+                    f"{'; '.join(differing)}. Repeat its settings, or start over with resume=False"
                 )
             journal.progress.mkdir(parents=True, exist_ok=True)
             if known is None:
@@ -295,5 +295,6 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         if isinstance(was, dict) and isinstance(is_, dict):  # a configuration has dozens of keys that are alike
             found += [f"{key}: {difference}" for difference in _differences(was, is_)]
         else:
-            found.append(f"{key} was {was!r}, is {is_!r}")
+            was, is_ = ("not given" if value is None else repr(value) for value in (was, is_))
+            found.append(f"{key} was {was}, is {is_}")
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qprecon.llm.storage.journal import PROGRESS, Journal
+from qprecon.llm.storage.journal import PROGRESS, Journal, _differences
 
 HOLDING = """
 import sys
@@ -71,3 +71,8 @@ def test_a_lock_that_may_not_be_opened_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refused)
     with pytest.raises(PermissionError, match="not yours"):
         Journal.begin(tmp_path / "run", {}, resume=True)
+
+
+def test_other_settings_are_named_and_a_default_is_no_none():
+    assert _differences({"lr": None, "seed": 1}, {"lr": 0.1, "seed": 1}) == ["lr was not given, is 0.1"]
+    assert _differences({"config": {"a": 1, "b": "x"}}, {"config": {"a": 1, "b": None}}) == ["config: b was 'x', is not given"]
