@@ -45,6 +45,8 @@ class Checked:
         shape = tuple(chunk.start_NK.shape)  # before a backend can change it
         try:
             raw = self.solve_chunk(chunk)
+        except BackendBrokenError:  # of one that is called through another
+            raise
         except Exception as error:
             if out_of_memory(error) or (self.ours and isinstance(error, ValueError)):
                 raise

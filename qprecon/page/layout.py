@@ -47,8 +47,8 @@ def _compared(every: Sequence[Run | RecoveryRun]) -> dict[str, Any]:
             chart = layer_chart("Relative reconstruction error of the stored weights", names, series, log=True)
         else:
             notes.append("The runs pruned different layers, so their errors are not drawn in one chart.")
-        if len({run.report.weighted for run in runs}) > 1:
-            notes.append("Some runs weighted the tokens by the loss and others did not: their errors are of different measures.")
+        if len({run.report.measure for run in runs}) > 1:
+            notes.append("Token weights and drift differ between the runs: their errors are of different measures.")
         if chart is not None and len(runs) > len(shown):
             notes.append(f"The chart shows the first {len(shown)} of {len(runs)} runs.")
     return {"table": comparison(every), "chart": chart, "note": " ".join(notes)}
@@ -67,7 +67,7 @@ def _pruned(run: Run) -> dict[str, Any]:
         "model": run.settings.model,
         "layers": len(run.layers),
         "lead": _lead(run),
-        "weighted": run.report.weighted,
+        "measure": run.report.measure,
         "warnings": _warnings(run),
         "tiles": _tiles(run),
         "charts": _charts(run),

@@ -179,7 +179,7 @@ def test_several_runs_are_compared(folders, tmp_path, capsys):
     text = target.read_text()
     page = Checker(text)
     assert page.tags.count("h2") == 3 and "a<b&c" in page.text and "plain" in page.text
-    assert "of different measures" in text and text.count("not to be compared with errors") == 1  # balanced beside fast
+    assert "of different measures" in text and text.count("Not to be compared with errors") == 1  # balanced beside fast
     assert "of different measures" not in write_page([folders[1], folders[1]], target).read_text()
     table = text[text.index('class="runs"') : text.index("</table>")]
     assert re.findall(r"<td[^>]*>(.*?)</td>", table.split("update</td>")[1])[:2] == ["optimal", "none"]

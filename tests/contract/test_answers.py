@@ -14,6 +14,7 @@ import torch
 
 import qprecon
 from qprecon.contract import Backend, Capabilities, RawColumns, registry
+from qprecon.contract.answers import Checked
 from tests.small_problems import problem
 
 K = problem()[1].shape[1] - 1  # its last column keeps everything and needs no backend
@@ -157,3 +158,9 @@ def test_a_value_error_refuses_h_in_prepare_and_is_a_fault_in_a_chunk(monkeypatc
     with pytest.raises(qprecon.BackendBrokenError, match="backend 'odd' failed.*operands") as caught:
         solve()
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_one_that_is_called_through_another_is_named_once() -> None:
+    inner = Checked("odd", lambda chunk: None)
+    with pytest.raises(qprecon.BackendBrokenError, match="^backend 'odd': it answered with None"):
+        Checked("odd", lambda chunk: inner(chunk))(types.SimpleNamespace(start_NK=np.zeros((2, 1))))

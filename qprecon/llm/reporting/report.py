@@ -29,7 +29,7 @@ class LayerRow:
     Errors are relative reconstruction errors tr(DᵀHD) / tr(WᵀHW), D = new − dense weights, on the undamped H:
     `error_masked` of the masked dense weights, `error_updated` of the rebuilt ones, `error_stored` of those as rounded
     to the stored dtype; `rounding_excess` is error_stored / error_updated − 1. With `token_weights` H is that of weighted tokens,
-    and so are the errors: `PruneReport.weighted` says so.
+    and with `drift` or `residual` D is new − target, the weights that these ask for: `PruneReport.measure` says so.
 
     `relative_gap` is the largest certified relative gap (of the damped problem) over every column, those that fell back
     included; `uncertified` columns exceed the tolerance; `fallbacks` columns kept their start, because the solver's
@@ -106,9 +106,11 @@ class PruneReport:
         return max((row.relative_gap for row in self.layers if row.relative_gap is not None), default=None)
 
     @property
-    def weighted(self) -> bool:
-        """Whether tokens count in the errors by what they matter to the loss (`token_weights`), and not all alike."""
-        return bool(self.settings.get("token_weights"))
+    def measure(self) -> str:
+        """What the errors are of, where that is not all tokens alike and the dense weights."""
+        weighted = "tokens weighted by the loss" if self.settings.get("token_weights") else ""
+        moved = "against the target that drift sets" if self.settings.get("drift") or self.settings.get("residual") else ""
+        return ", ".join(filter(None, (weighted, moved)))
 
     @property
     def much_left_dense(self) -> list[tuple[str, float]]:
@@ -159,7 +161,7 @@ class PruneReport:
             f"{len(self.layers)} layers {pruned} {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)"
             + (f", preset {self.settings['preset']}" if "preset" in self.settings else ""),
             *(f"{share:.1%} of the model left dense: {what}" for what, share in self.much_left_dense),
-            f"mean relative reconstruction error{', tokens weighted by the loss' if self.weighted else ''}: "
+            f"mean relative reconstruction error{f' ({self.measure})' if self.measure else ''}: "
             f"{masked:.4g} with the mask alone, {stored:.4g} as stored",
         ]
         if self.largest_gap is not None:

@@ -35,7 +35,7 @@ def model_card(report: PruneReport) -> str:
         f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}"
         f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"
         f"{gap}"
-        f"- Mean relative reconstruction error of a layer{', tokens weighted by the loss' if report.weighted else ''}: "
+        f"- Mean relative reconstruction error of a layer{f' ({report.measure})' if report.measure else ''}: "
         f"{report.mean_error('error_masked'):.4g} with the mask alone, "
         f"{report.mean_error('error_stored'):.4g} as stored\n\n"
         f"{report.stored_as()} Pruning costs quality; measure it on your own task before use.\n\n"

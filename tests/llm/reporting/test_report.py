@@ -104,9 +104,13 @@ def test_the_bound_of_the_summary_is_about_the_damped_cost():
     assert "damped cost" in line and "3.00%" in line and "4.00%" in line
 
 
-@pytest.mark.parametrize(("power", "said"), [(0.5, True), (0.0, False), (None, False)])
-def test_the_summary_says_whether_tokens_are_weighted(power, said):
-    settings = REPORT.settings if power is None else {**REPORT.settings, "token_weights": power}
-    report = dataclasses.replace(REPORT, settings=settings)
+@pytest.mark.parametrize(("more", "words"), [
+    ({"token_weights": 0.5}, ["tokens weighted"]), ({"token_weights": 0.0, "drift": 0.0}, []), ({}, []),
+    ({"drift": 0.5}, ["drift"]),
+    ({"residual": 0.5}, ["drift"]), ({"token_weights": 1.0, "drift": 1.0}, ["tokens weighted", "drift"]),
+], ids=str)  # fmt: skip
+def test_the_summary_says_what_the_errors_are_of(more, words):
+    report = dataclasses.replace(REPORT, settings={**REPORT.settings, **more})
     (line,) = [line for line in report.summary().splitlines() if "reconstruction error" in line]
-    assert report.weighted == said == ("tokens weighted" in line)
+    assert [word for word in ("tokens weighted", "drift") if word in line] == words
+    assert report.measure in line and bool(report.measure) == bool(words)
