@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [("backend", "installed", "bounds", "devices", "dtypes", "pip extra", "what it is")]
     for name, facts in available_backends().items():
         capabilities = facts["capabilities"]
-        installed = "yes" if facts["installed"] else f"no ({', '.join(facts['missing'])})"
+        installed = "yes" if facts["installed"] else f"no ({', '.join(facts['missing']) or 'see right'})"
         bounds = "yes" if capabilities["bounds"] else "no"
         devices, dtypes = ",".join(capabilities["devices"]), ",".join(capabilities["dtypes"])
         rows.append((name, installed, bounds, devices, dtypes, facts["extra"] or "-", facts["summary"]))

@@ -9,6 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 from ..arrays.checksum import bits_by_line
@@ -19,14 +23,42 @@ from ..errors import PluginBrokenError
 Record = TypeVar("Record")
 
 
-def entry_points(group: str, taken: Collection[str], what: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Those of a group by name, not loaded. ValueError where one's name is `taken` or another's: nobody replaces what exists."""
+@dataclass(frozen=True)
+class EntryPoints:
+    """Those of a group by name, not loaded. refused: names that two want, or that are built in, with what is wrong: nobody replaces
+    what exists, and nobody else is stopped by one who tries."""
+
+    found: dict[str, importlib.metadata.EntryPoint]
+    refused: dict[str, str]
+
+    def get(self, name: str) -> importlib.metadata.EntryPoint | None:
+        """ValueError where the name is refused."""
+        if name in self.refused:
+            raise ValueError(self.refused[name])
+        return self.found.get(name)
+
+
+def entry_points(group: str, taken: Collection[str], what: str) -> EntryPoints:
+    """Those of a group, `what` they register being called so in errors; `taken`: names that are built in."""
     found: dict[str, importlib.metadata.EntryPoint] = {}
+    refused: dict[str, str] = {}
     for entry in importlib.metadata.entry_points(group=group):
         if entry.name in taken or entry.name in found:
-            raise ValueError(f"entry point {entry.value!r} registers {what} {entry.name!r}, which exists already")
-        found[entry.name] = entry
-    return found
+            package = f" of {entry.dist.name}" if entry.dist is not None else ""
+            refused[entry.name] = f"entry point {entry.value!r}{package} registers {what} {entry.name!r}, which exists already"
+        else:
+            found[entry.name] = entry
+    return EntryPoints({name: entry for name, entry in found.items() if name not in refused}, refused)
+
+
+def source_identity(target: str) -> str:
+    """A checksum of a module's file: code that has changed gives other results. Empty where it has none."""
+    try:
+        spec = find_spec(target)
+    except (ImportError, ValueError):
+        return ""
+    path = Path(spec.origin) if spec is not None and spec.origin else None
+    return sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else ""
 
 
 def load_record(

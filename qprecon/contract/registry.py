@@ -118,18 +118,25 @@ BUILT_IN = (
 
 
 def backends() -> dict[str, Backend]:
-    """Records by name: the built-in ones and those of installed entry points.
+    """Records by name: the built-in ones and those of installed entry points that can be loaded."""
+    return _listed()[0]
 
-    Raises:
-        ValueError: an entry point has the name of another backend.
-        BackendBrokenError: one cannot be loaded.
-    """
+
+def _listed() -> tuple[dict[str, Backend], dict[str, str]]:
+    """All that can be loaded, by name, and of the others what is wrong, by what they are called in a list."""
+    entries = _entry_points()
     found = {record.name: record for record in BUILT_IN}
-    return found | {name: _record(entry) for name, entry in _entry_points().items()}
+    wrong = {f"{name} (entry point)": reason for name, reason in entries.refused.items()}
+    for name, entry in entries.found.items():
+        try:
+            found[name] = _record(entry)
+        except BackendBrokenError as error:
+            wrong[name] = str(error)
+    return found, wrong
 
 
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Third parties' entry points by name, not loaded yet; nobody can replace a backend that exists."""
+def _entry_points() -> plugins.EntryPoints:
+    """Third parties' entry points, not loaded yet."""
     return plugins.entry_points(ENTRY_POINT_GROUP, [record.name for record in BUILT_IN], "backend")
 
 
@@ -138,8 +145,13 @@ def _record(entry: importlib.metadata.EntryPoint) -> Backend:
 
 
 def available_backends() -> dict[str, dict[str, Any]]:
-    """What there is: name -> installed, summary, extra (the pip extra that brings it), missing modules and capabilities."""
-    return {
+    """What there is: name -> installed, summary, extra (the pip extra that brings it), missing modules and capabilities.
+
+    A third party's that cannot be used is there as well, not installed, with what is wrong as its summary.
+    """
+    found, wrong = _listed()
+    nothing = {"installed": False, "extra": None, "missing": [], "capabilities": dataclasses.asdict(Capabilities())}
+    listed = {
         name: {
             "installed": record.installed,
             "summary": record.summary,
@@ -147,8 +159,9 @@ def available_backends() -> dict[str, dict[str, Any]]:
             "missing": record.missing(),
             "capabilities": dataclasses.asdict(record.capabilities),
         }
-        for name, record in backends().items()
+        for name, record in found.items()
     }
+    return listed | {name: {**nothing, "summary": reason} for name, reason in wrong.items()}
 
 
 def find(name: str) -> Backend:
@@ -161,9 +174,9 @@ def find(name: str) -> Backend:
         if record.name == name:
             return record
     entries = _entry_points()
-    if name in entries:  # only this one is loaded: a broken third party stops nobody else
-        return _record(entries[name])
-    known = [*(record.name for record in BUILT_IN), *entries]
+    if (entry := entries.get(name)) is not None:  # only this one is loaded: a broken third party stops nobody else
+        return _record(entry)
+    known = [*(record.name for record in BUILT_IN), *entries.found]
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")

@@ -194,14 +194,11 @@ SELECTORS: dict[str, Selector] = {
 
 
 def selectors() -> dict[str, Selector]:
-    """Records by name: the built-in ones and those of installed entry points.
-
-    ValueError: an entry point has the name of another. PluginBrokenError: one cannot be loaded.
-    """
-    return SELECTORS | {name: plugins.load_record(entry, Selector, "mask") for name, entry in _entry_points().items()}
+    """Records by name: the built-in ones and those of installed entry points. PluginBrokenError: one of these cannot be loaded."""
+    return SELECTORS | {name: plugins.load_record(entry, Selector, "mask") for name, entry in _entry_points().found.items()}
 
 
-def _entry_points() -> dict[str, Any]:
+def _entry_points() -> plugins.EntryPoints:
     return plugins.entry_points(ENTRY_POINT_GROUP, SELECTORS, "mask")
 
 
@@ -215,9 +212,9 @@ def get_selector(name: str) -> Selector:
     if name in SELECTORS:
         return SELECTORS[name]
     entries = _entry_points()
-    if name in entries:
-        return plugins.load_record(entries[name], Selector, "mask")
-    known = [*SELECTORS, *entries]
+    if (entry := entries.get(name)) is not None:
+        return plugins.load_record(entry, Selector, "mask")
+    known = [*SELECTORS, *entries.found]
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"unknown mask {name!r}{hint} Known: {', '.join(known)}")

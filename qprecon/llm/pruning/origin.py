@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.contract.plugins import source_identity
+from qprecon.contract.registry import BUILT_IN
+from qprecon.contract.registry import find as find_backend
 from qprecon.llm.calibration.mixture import as_mixture
 from qprecon.llm.calibration.windows import is_text
 from qprecon.llm.files.kinds import check_kinds, check_language_model
 from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
-from qprecon.llm.masks import get_selector
+from qprecon.llm.masks import SELECTORS, get_selector
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, local_copy, model_folder
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
@@ -143,6 +146,16 @@ def companions_of(name: str, tokenizer: Any, files: WeightFiles | None = None) -
     return find_companions(files, EXPLAINED, own_tokenizer)
 
 
+def _third_parties(method: Method) -> dict[str, str]:
+    """The code of a mask or a backend that is not built in: one that has changed would make another model's second half."""
+    found = {}
+    if method.mask not in SELECTORS:
+        found[f"code of mask {method.mask}"] = source_identity(get_selector(method.mask).module)
+    if method.backend not in ("auto", *(record.name for record in BUILT_IN)):
+        found[f"code of backend {method.backend}"] = source_identity(find_backend(method.backend).target)
+    return found
+
+
 def open_source(
     found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
     resume: bool, log: RunLog, ranks: Ranks = Ranks(), compute: torch.dtype | None = None,
@@ -171,6 +184,7 @@ def open_source(
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "device": device.type,  # which one of a kind makes no difference
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
+        **_third_parties(method),
     }
     with ranks.busy():  # what an earlier run has finished is read
         journal = Journal.begin(partial_folder(out), fingerprint, resume)

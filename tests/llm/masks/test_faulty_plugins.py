@@ -9,6 +9,7 @@ from qprecon.errors import BackendBrokenError, PluginBrokenError
 from qprecon.llm import prune_model
 from qprecon.llm.masks import ENTRY_POINT_GROUP, LayerData, get_selector
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.storage.sources import DiskBlocks
 from tests.llm.families import build, tokens
 from tests.llm.random_layers import random_layer
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
@@ -240,3 +241,31 @@ def test_our_own_are_trusted():
     assert get_selector("wanda").is_ours
     layer = LayerData("x", torch.ones(4, 4), torch.eye(4), 4)
     assert np.isclose(float(get_selector("wanda").select(layer, Pattern.parse("50%")).mask_NK.double().mean()), 0.5)
+
+
+@pytest.mark.parametrize("what", ["mask", "backend"])
+def test_a_run_is_not_continued_with_changed_code(what, mask, backend, tmp_path, monkeypatch):
+    """Half of the model would have one mask, and half another."""
+    mask("pass") if what == "mask" else backend("return RawColumns(chunk.start_NK)")
+    asked = {"mask": "faulty", "update": "none"} if what == "mask" else {"backend": "faulty", "preset": "fast"}
+    build("llama").save_pretrained(tmp_path / "model")
+    finish = DiskBlocks.finish
+
+    def stop_after_one(source, index, *more):
+        finish(source, index, *more)
+        if index == 1:
+            raise KeyboardInterrupt
+
+    def run():
+        return prune_model(tmp_path / "model", tokens(2), out=tmp_path / "out", progress=False, **asked)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(DiskBlocks, "finish", stop_after_one)
+        run()
+    code = tmp_path / f"faulty_{what}.py"
+    source = code.read_text()
+    code.write_text(source + "\n# changed\n")
+    with pytest.raises(ValueError, match=f"code of {what} faulty"):
+        run()
+    code.write_text(source)
+    assert any("continued after" in note for note in run().warnings)
