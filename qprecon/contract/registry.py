@@ -150,7 +150,7 @@ def available_backends() -> dict[str, dict[str, Any]]:
     A third party's that cannot be used is there as well, not installed, with what is wrong as its summary.
     """
     found, wrong = _listed()
-    nothing = {"installed": False, "extra": None, "missing": [], "capabilities": dataclasses.asdict(Capabilities())}
+    nothing: dict[str, Any] = {"installed": False, "extra": None, "missing": [], "capabilities": dataclasses.asdict(Capabilities())}
     listed = {
         name: {
             "installed": record.installed,
