@@ -1,4 +1,4 @@
-"""What a measurement was made on: device, processor, versions, date."""
+"""What a measurement was made on: device, processor, versions, date; and the list of runs that it joins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import os
 import pathlib
 import platform
@@ -35,3 +36,11 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def append_run(path: str | pathlib.Path, run: dict[str, Any]) -> None:
+    """Add a run to the list in a JSON file, which is made if there is none."""
+    path = pathlib.Path(path)
+    known = json.loads(path.read_text()) if path.is_file() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*known, run], indent=1) + "\n")

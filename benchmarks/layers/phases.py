@@ -48,9 +48,8 @@ LAYERS = (
     Synthetic("576x1536 easy 50%", 576, 1536, 1.0, 0.5),
 )
 TINY = (Synthetic("256x160 easy 50%", 256, 160, 1.0, 0.5),)
-PARTS: tuple[tuple[Any, str, str], ...] = (
+SOLVE_PARTS: tuple[tuple[Any, str, str], ...] = (
     (Hessian, "__post_init__", "check H"),
-    (ColumnQP, "__post_init__", "check W and mask"),
     (shared, "certificate", "factor"),
     (Scaling, "hessian", "scale H"),
     (precondition, "low_rank", "sketch"),
@@ -61,6 +60,10 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (precondition, "_inverse_plus_identity", "inverses"),
     (precondition, "for_columns", "K_j, the rest"),
     (pcg, "_solve", "iterations"),
+)
+PARTS = (
+    *SOLVE_PARTS,
+    (ColumnQP, "__post_init__", "check W and mask"),
     (starting_point, "audit", "start's audit, vectors"),
     (in_progress, "audit", "audit, vectors"),
     (Hessian, "product", "audit, product"),

@@ -30,33 +30,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # the package and the benchmarks of this checkout
 
+from benchmarks.layers.phases import SOLVE_PARTS
 from benchmarks.models import end_to_end
-from qprecon.backends import pcg
-from qprecon.backends._pcg import precondition
-from qprecon.engine import in_progress, rounds, shared
+from qprecon.engine import in_progress
 from qprecon.llm.lowbit import rounding
 from qprecon.llm.pruning import loop, update
 from qprecon.llm.statistics import gram
 from qprecon.llm.statistics.statistics import Statistics
 from qprecon.problem.hessian import Hessian
-from qprecon.problem.scaling import Scaling
 from qprecon.proof import audit, passes
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "block_profile.json"
 PROFILED, WATCHED = 1, 2  # blocks
 _MARK = "part: "
 PARTS: tuple[tuple[Any, str, str], ...] = (
-    (Hessian, "__post_init__", "check H"),
-    (shared, "certificate", "factor"),
-    (Scaling, "hessian", "scale H"),
-    (precondition, "low_rank", "sketch"),
-    (pcg, "product", "split H"),
-    (rounds, "find_start", "start"),
-    (rounds, "_run", "hand over"),
-    (precondition, "_pair_products", "pairs"),
-    (precondition, "_inverse_plus_identity", "inverses"),
-    (precondition, "for_columns", "K_j, the rest"),
-    (pcg, "_solve", "iterations"),
+    *SOLVE_PARTS,
     (in_progress, "audit", "audit"),
     (Hessian, "product", "float64 product"),
     (passes, "symmetric_product", "product of halves"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import shutil
 import sys
@@ -26,7 +25,7 @@ import torch
 import transformers
 
 from benchmarks.inputs.random_models import SHAPES, write_random_model
-from benchmarks.machine import processor
+from benchmarks.machine import append_run, processor
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
 
@@ -54,10 +53,7 @@ def main() -> None:
     shutil.rmtree(out)
     run = _facts(arguments, report, wall, worked, blocks, config.num_hidden_layers)
     print(_described(run) + f"\n  (the model was made in {made:.0f} s)")
-    path = Path(arguments.out_json)
-    runs = json.loads(path.read_text()) if path.is_file() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*runs, run], indent=1) + "\n")
+    append_run(arguments.out_json, run)
 
 
 def _arguments() -> argparse.Namespace:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import resource
@@ -29,6 +28,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.random_models import SHAPES, random_model
+from benchmarks.machine import append_run
 from benchmarks.models.end_to_end_probe import Probe, floor, measured_rates
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
@@ -58,7 +58,7 @@ def main() -> None:
         total = time.perf_counter() - started - probe.excluded
     run = _run(name, device, report, probe, total, rates, config, arguments)
     _print(run, report, probe)
-    _append(Path(arguments.out_json), run)
+    append_run(arguments.out_json, run)
     if not arguments.keep:
         shutil.rmtree(out)
 
@@ -167,12 +167,6 @@ def _print(run: dict, report: PruneReport, probe: Probe) -> None:
     print("  layer (first, middle and last block): kappa of the damped H, iterations")
     for name, condition in probe.conditions.items():
         print(f"    {name}: {condition:.2e}, {iterations[name]}")
-
-
-def _append(path: Path, run: dict) -> None:
-    runs = json.loads(path.read_text()) if path.is_file() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*runs, run], indent=1) + "\n")
 
 
 def _wait(device: torch.device) -> None:

@@ -8,7 +8,6 @@ Beside it: what importing torch and the model's module of transformers takes, wh
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.machine import environment
+from benchmarks.machine import append_run, environment
 
 HERE = Path(__file__).resolve().parents[2]
 RESULT = HERE / "benchmarks" / "results" / "start_cpu.json"
@@ -60,8 +59,7 @@ def main() -> None:
         run["libraries"] = _seconds(_LIBRARIES, [], arguments.package)
         run["help"] = _seconds(_HELP, [], arguments.package)
     print(", ".join(f"{name} {run[name]:.2f} s" for name in ("prune", "libraries", "help")))
-    known = json.loads(RESULT.read_text()) if RESULT.is_file() else []
-    RESULT.write_text(json.dumps([*known, run], indent=1) + "\n")
+    append_run(RESULT, run)
 
 
 def _seconds(program: str, arguments: list[str], package: str) -> float:

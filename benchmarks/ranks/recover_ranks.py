@@ -30,6 +30,7 @@ from torch import distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.random_models import SHAPES, random_model
+from benchmarks.machine import append_run
 from benchmarks.ranks.scaling import compared
 from qprecon.llm import recover
 from qprecon.llm.model.blocks import find_blocks
@@ -55,9 +56,7 @@ def main() -> None:
         "windows": arguments.windows, "seqlen": arguments.seqlen, "batch": arguments.batch, "passes": arguments.passes,
         "torch": torch.__version__, "optimizer_state": arguments.optimizer_state, "runs": runs,
     }  # fmt: skip
-    path = Path(arguments.out_json)
-    known = json.loads(path.read_text()) if path.is_file() else []
-    path.write_text(json.dumps([*known, result], indent=1) + "\n")
+    append_run(arguments.out_json, result)
 
 
 def _arguments() -> argparse.Namespace:

@@ -36,6 +36,7 @@ from torch import distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.random_models import SHAPES, random_model
+from benchmarks.machine import append_run
 from benchmarks.ranks.turns import Turns, by_turns, side_by_side
 from qprecon.llm import PruneReport, prune_model
 
@@ -64,9 +65,7 @@ def main() -> None:
         "settings": arguments.settings, "samples": arguments.samples, "seqlen": arguments.seqlen, "backend": arguments.backend,
         "cards": "one, by turns" if arguments.turns else arguments.device or "one a rank", "runs": runs,
     }  # fmt: skip
-    path = Path(arguments.out_json)
-    known = json.loads(path.read_text()) if path.is_file() else []
-    path.write_text(json.dumps([*known, result], indent=1) + "\n")
+    append_run(arguments.out_json, result)
 
 
 def _arguments() -> argparse.Namespace:

@@ -130,9 +130,8 @@ def _pruned(
     out, device, store, save_masks = where.out, where.device, where.store, where.save_masks
     with log.phase("load"), no_collection():
         if out is not None:
-            given, out = out, ranks.decided(lambda: check_output(where.out))
-            if Path(os.path.expanduser(given)).is_symlink():
-                log.note(f"{given} is a link: the model is written to {out}")
+            out = ranks.decided(lambda: check_output(where.out))
+            _say_link(where.out, out, log)
         if store not in (None, "auto"):
             choose_device(store, "store")
         rule = allocation_asked(recipe)
@@ -148,8 +147,9 @@ def _pruned(
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
         check_stored_dense(found, plan)
         check_method(method, plan)
-        check_grid(method, [layer.view for layers in plan.layers for layer in layers], found.model if out is not None else None)
-        check_adapters(method.adapter_rank, [layer.view for layers in plan.layers for layer in layers], found.model)
+        views = [layer.view for layers in plan.layers for layer in layers]
+        check_grid(method, views, found.model if out is not None else None)
+        check_adapters(method.adapter_rank, views, found.model)
         method = with_given_masks(method, plan, found.model, recipe.amount_stated)
         folder = None if found.shards is None else found.shards.folder
         if out is not None and ranks.first:
@@ -196,6 +196,11 @@ def _pruned(
         return ranks.decided(finished)
     finally:
         source.stop()
+
+
+def _say_link(given: Any, out: Path, log: RunLog) -> None:
+    if Path(os.path.expanduser(given)).is_symlink():
+        log.note(f"{given} is a link: the model is written to {out}")
 
 
 def _save(
