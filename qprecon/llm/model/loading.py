@@ -86,16 +86,14 @@ def load_whole(
     files = weight_files(folder)
     check_kinds(folder, check_files(files), config)
     try:
-        with loading(f"the model in {model}"), _in_silence():
+        with loading(f"the model in {model}", folder), _in_silence():
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 # its own error of another shape names no tensor
                 str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
             )  # fmt: skip
-    except BadFileError as error:
+    except BadFileError:
         check_contents(files)  # which names the file, if it is one's contents
         check_index(files)
-        if (named := named_by_config(folder, error)) is not None:
-            raise BadFileError(named) from error
         raise
     if found["mismatched_keys"]:
         check_index(files)
@@ -220,8 +218,9 @@ def _in_silence() -> Iterator[None]:
 
 
 @contextmanager
-def loading(what: str) -> Iterator[None]:
-    """While open, whatever transformers raises for bad files, of a dozen classes, becomes one line: "`what` cannot be loaded"."""
+def loading(what: str, folder: Path | None = None) -> Iterator[None]:
+    """While open, whatever transformers raises for bad files, of a dozen classes, becomes one line: "`what` cannot be loaded", or
+    which value in config.json of `folder` it does not know."""
     try:
         yield
     except (BadFileError, ImportError, torch.OutOfMemoryError):
@@ -229,7 +228,8 @@ def loading(what: str) -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error):
             raise MemoryError(f"{what} cannot be loaded: {one_line(error)}") from error
-        raise BadFileError(f"{what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+        named = None if folder is None else named_by_config(folder, error)
+        raise BadFileError(named or f"{what} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # what the Rust libraries raise is no Exception
             raise

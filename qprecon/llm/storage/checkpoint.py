@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from qprecon.errors import BadFileError
-from qprecon.llm.files.kinds import check_left_over, named_by_config
+from qprecon.llm.files.kinds import check_left_over
 from qprecon.llm.files.weight_files import WeightFiles, opened, read_headers, weight_files
 from qprecon.llm.lowbit.compressed import unpacked_tensors
 from qprecon.llm.model.dtypes import as_dtype
@@ -111,15 +110,10 @@ def skeleton(folder: Path, shards: Shards | None, dtype: str | torch.dtype | Non
     elif dtype == "auto":
         dtype = config.dtype or _first_float(shards)
     config.dtype = dtype = as_dtype(dtype)
-    try:
-        with loading(f"the model in {folder}"):
-            with init_empty_weights(include_buffers=False), _NoRandomMeta():
-                model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-            model.tie_weights()  # moving a parameter to the meta device has made another of it
-    except BadFileError as error:
-        if (named := named_by_config(folder, error)) is not None:
-            raise BadFileError(named) from error
-        raise
+    with loading(f"the model in {folder}", folder):
+        with init_empty_weights(include_buffers=False), _NoRandomMeta():
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()  # moving a parameter to the meta device has made another of it
     return model.eval().requires_grad_(False)
 
 
