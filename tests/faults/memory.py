@@ -212,8 +212,9 @@ def _wrong(
 
 
 @contextmanager
-def no_memory(at: int, least: int, device: str, told: str | None = None) -> Iterator[None]:
-    """The `at`-th allocation of `least` bytes or more on the device fails, in whatever thread; 0: none. told: gets their number."""
+def no_memory(at: int, least: int, device: str, told: str | None = None, words_of: str | None = None) -> Iterator[None]:
+    """The `at`-th allocation of `least` bytes or more on the device fails, in whatever thread; 0: none. told: gets their number.
+    words_of: the device whose error is raised, if not the same."""
     import concurrent.futures
 
     import torch
@@ -233,7 +234,7 @@ def no_memory(at: int, least: int, device: str, told: str | None = None) -> Iter
                     seen += size >= least
                     if size >= least and seen == at:
                         del found, each
-                        raise _error(torch, device, size)
+                        raise _error(torch, words_of or device, size)
             return found
 
     submit = concurrent.futures.ThreadPoolExecutor.submit

@@ -23,7 +23,7 @@ from qprecon.llm.calibration.windows import (
     is_text,
 )
 from qprecon.llm.model.blocks import check_finite
-from qprecon.llm.model.devices import computing_on
+from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
@@ -119,7 +119,8 @@ def perplexity(
     if isinstance(model, str | Path):
         model, _ = load_whole(model, device=device)
     elif device is not None:
-        model = model.to(device)
+        with put_back_after_an_error(model):
+            model = model.to(device)
     check_windows(model, list(tokens))
     start = time.perf_counter()
     with computing_on(model.get_input_embeddings().weight.device):
