@@ -100,7 +100,6 @@ def test_each_of_a_run_s_allocations_may_fail(preset, monkeypatch, tmp_path):
 def test_whose_memory_ran_out():
     cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     host = RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
-    for error, anywhere, there in (
-        (NONE, True, True), (cublas, True, True), (host, True, False), (MemoryError(), True, False), (RuntimeError("no"), False, False)
-    ):  # fmt: skip
-        assert out_of_memory(error) is anywhere and device_out_of_memory(error) is there
+    assert all(out_of_memory(error) for error in (NONE, cublas, host, MemoryError())) and not out_of_memory(RuntimeError("no"))
+    assert device_out_of_memory(NONE) and device_out_of_memory(cublas)
+    assert not any(device_out_of_memory(error) for error in (host, MemoryError(), RuntimeError("no")))
