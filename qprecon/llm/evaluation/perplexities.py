@@ -23,7 +23,7 @@ from qprecon.llm.calibration.windows import (
     is_text,
 )
 from qprecon.llm.model.blocks import check_finite
-from qprecon.llm.model.devices import computing_on
+from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
@@ -158,7 +158,10 @@ def _on_device(model: Any, device: str | torch.device | None) -> Any:
     """The model of a folder, or the given one, on the device."""
     if isinstance(model, str | Path):
         return load_whole(model, device=device)[0]
-    return model if device is None else model.to(device)
+    if device is None:
+        return model
+    with put_back_after_an_error(model):
+        return model.to(device)
 
 
 def _cause(model: Any) -> str:
