@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.llm.evaluation.sparse_products import Products, products, why_none
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import computing_on
@@ -140,6 +141,8 @@ def measure(layers: list[Layer], tokens: int, device: torch.device, kernels: Pro
             kind = "dense"  # those of 8 bits do not take every number of tokens
             expected = kernels.dense(x_TN, dense_KN).float()
         except (RuntimeError, NotImplementedError) as error:
+            if out_of_memory(error):
+                raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             return ShapeRow(K, N, len(layers), None, None, None, f"the {kind} kernels refused: {reason}")
         largest = max(largest, float((result.float() - expected).norm() / expected.norm().clamp(min=1e-30)))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.files import NPZ, near, one_line, read_json, read_npz, reading
 from qprecon.llm.files.codes import read_codes
 from qprecon.llm.files.weight_files import opened, read_header, weight_files
@@ -233,6 +234,8 @@ def as_bool(value: object, name: str) -> torch.Tensor:
     try:
         mask = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         raise ValueError(f"layer {name!r}: the mask is no array of numbers ({one_line(error)})") from error
     if mask.ndim != 2:
         raise ValueError(f"layer {name!r}: a mask is two-dimensional, this one has shape {tuple(mask.shape)}")
