@@ -56,7 +56,8 @@ def solve(
 
     Raises:
         ValueError: and the errors of ``qprecon.solve``. TypeError: H, W or a mask is no tensor. A RuntimeWarning says which weights
-            are not certified to `tol`, and in the backward pass which gradients are not.
+            are not certified to `tol`, and in the backward pass which gradients are not. NotImplementedError: a gradient is
+            differentiated again (``create_graph=True``, a Hessian).
     """
     for name, x in (("H", H), ("W", W), ("mask", mask)):
         if not isinstance(x, Tensor):
@@ -107,14 +108,22 @@ class _Solve(torch.autograd.Function):
         if not (known := has_optimum(solution)).all():
             new[:, torch.as_tensor(~known, device=new.device)] = torch.nan
         held = None if lower is None and upper is None else torch.sign(solution.duals) * (mask != 0)
-        ctx.save_for_backward(H, W, mask, new.clone(), held)
+        ctx.save_for_backward(H, W, mask, new.clone(), held, rhs, lower, upper)
         ctx.prepared, ctx.tol, ctx.given_rhs = prepared, backward_tol, rhs is not None
         return new
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
-        H, W, mask, new, held = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = _Solve._gradients(ctx, v)
+        if torch.is_grad_enabled():  # somebody may differentiate them, and what they depend on must then lead to an error
+            inputs = [x for x in (v, *ctx.saved_tensors) if x is not None and x.requires_grad]
+            gradients = [x if x is None else _NotAgain.apply(x, *inputs) for x in gradients]
+        return (*gradients, None, None, None, None)
+
+    @staticmethod
+    def _gradients(ctx: Any, v: Tensor) -> list[Tensor | None]:
+        H, W, mask, new, held, *_ = ctx.saved_tensors
         h, w, new, v = (x.double() for x in (H, W, new, v))
         free = mask != 0
         free = free if held is None else free & (held == 0)
@@ -127,4 +136,17 @@ class _Solve(torch.autograd.Function):
         to_mask = to_held * w * (mask == 0)
         to_lower, to_upper = (None, None) if held is None else (to_held * (held < 0), to_held * (held > 0))
         wanted = zip(ctx.needs_input_grad[:6], (to_h, to_w, to_mask, z, to_lower, to_upper), strict=True)
-        return (*(gradient if needed else None for needed, gradient in wanted), None, None, None, None)
+        return [gradient if needed else None for needed, gradient in wanted]
+
+
+class _NotAgain(torch.autograd.Function):
+    """A gradient as it is, with what it depends on. torch's own `once_differentiable` is passed by where only some leaves are
+    asked for, and their second derivatives are zeros then."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        raise NotImplementedError("qprecon.torch.solve has first derivatives only: its gradients cannot be differentiated again")

@@ -162,7 +162,25 @@ class MaskedRidge:
             raise ValueError(f"X must be (T, inputs), got shape {tuple(arrays[0].shape)}")
         if not reset and arrays[0].shape[1] != self.n_features_in_:
             raise ValueError(f"X has {arrays[0].shape[1]} inputs, the model was fitted to {self.n_features_in_}")
+        self._remember(X) if reset else self._check_order(X)
         return arrays[0], arrays[1]
+
+    def _remember(self, X: Any) -> None:
+        """The names of a table's columns; of an earlier fit none stay."""
+        vars(self).pop("feature_names_in_", None)
+        if (names := _columns(X)) is not None:
+            self.feature_names_in_ = names
+
+    def _check_order(self, X: Any) -> None:
+        """ValueError for a table whose columns are others than those of the fit, or in another order. What has no names passes."""
+        names, known = _columns(X), getattr(self, "feature_names_in_", None)
+        if names is None or known is None or list(names) == list(known):
+            return
+        place = next(place for place, pair in enumerate(zip(names, known, strict=True)) if pair[0] != pair[1])
+        raise ValueError(
+            f"the feature names should match those that were passed during fit: column {place} of X is {names[place]!r}, "
+            f"there it was {known[place]!r}"
+        )
 
     @staticmethod
     def _transposed(value: Any, shape: tuple[int, int], name: str) -> Any:
@@ -202,7 +220,15 @@ def fit(
         ValueError: see ``qprecon.gram`` and ``qprecon.solve``.
     """
     model = MaskedRidge(mask, alpha=alpha, fit_intercept=fit_intercept, **settings)
-    return model.fit_moments(gram(X, Y, weights=sample_weight, center=fit_intercept), single=Y is not None and Y.ndim == 1)
+    model.fit_moments(gram(X, Y, weights=sample_weight, center=fit_intercept), single=Y is not None and Y.ndim == 1)
+    model._remember(X)
+    return model
+
+
+def _columns(X: Any) -> np.ndarray | None:
+    """The names of a table's columns, if all are strings."""
+    names = list(getattr(X, "columns", ()))
+    return np.array(names, dtype=object) if names and all(isinstance(name, str) for name in names) else None
 
 
 def _array(x: Any) -> np.ndarray:

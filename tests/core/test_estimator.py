@@ -164,3 +164,23 @@ def test_moments_that_do_not_fit():
         MaskedRidge().fit_moments(qprecon.gram(x, center=True))
     with pytest.raises(ValueError, match="invalid parameter 'mas'"):
         MaskedRidge().set_params(mas=None)
+
+
+@pytest.mark.parametrize("how", ["fit", "MaskedRidge", "without scikit-learn"])
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_table_keeps_the_names_of_its_columns(how, library, monkeypatch):
+    """Columns in another order gave wrong predictions in silence."""
+    tables = pytest.importorskip(library)
+    x, y, mask, _ = data(n=3)
+    table = tables.DataFrame({name: x[:, place] for place, name in enumerate("abc")})
+    if how == "without scikit-learn":
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+            monkeypatch.delitem(sys.modules, name)
+    model = qprecon.fit(table, y, mask) if how == "fit" else MaskedRidge(mask).fit(table, y)
+    assert list(model.feature_names_in_) == ["a", "b", "c"]
+    np.testing.assert_allclose(model.predict(table), model.predict(np.asarray(table)))
+    for wrong in (["c", "b", "a"], ["a", "b", "d"]):
+        renamed = tables.DataFrame({name: x[:, place] for place, name in enumerate(wrong)})
+        with pytest.raises(ValueError, match="feature names should match"):
+            model.predict(renamed)
+    assert not hasattr(model.fit(x, y), "feature_names_in_")

@@ -91,3 +91,12 @@ def test_what_is_refused():
         qprecon.jax.solve(h, w, mask, "mpax")
     with pytest.raises(Exception, match="damping"):
         qprecon.jax.solve(h, w, mask, damping=-1.0)
+
+
+@pytest.mark.parametrize("order", ["rev", "fwd"])
+def test_no_second_derivative(order):
+    h, w, mask = (np.asarray(x, dtype=np.float64) for x in (np.eye(4), np.ones((4, 2)), np.ones((4, 2))))
+    first = jax.grad(lambda w: (qprecon.jax.solve(h, w, mask, damping=0.1) ** 3).sum())
+    again = jax.grad(lambda w: first(w).sum()) if order == "rev" else jax.jacfwd(first)
+    with pytest.raises((ValueError, TypeError), match="JVP|jvp"):
+        again(jax.numpy.asarray(w))

@@ -169,11 +169,36 @@ def test_compiled_functions_call_it_outside_their_graph():
     assert torch.autograd.grad(new.sum(), w)[0].isfinite().all()
 
 
-def test_no_second_derivative():
+WAYS = {
+    "backward": lambda total, leaf: total.backward(),
+    "backward of one leaf": lambda total, leaf: total.backward(inputs=[leaf]),
+    "grad": lambda total, leaf: torch.autograd.grad(total, leaf),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("leaf", ["h", "w", "mask", "rhs", "lower", "upper"])
+def test_a_second_derivative_is_an_error_whatever_is_asked_for(way, batch, leaf):
+    """It came out as zeros where only one leaf was asked for."""
+    names = ("h", "w", "mask", "rhs", "lower", "upper")
+    given = {name: value.detach() for name, value in zip(names, problem(*batch), strict=True)}
+    given["mask"] = given["mask"].double()
+    leaf = given[leaf].requires_grad_()
+    bounds = {name: given[name] for name in ("rhs", "lower", "upper")}
+    new = qprecon.torch.solve(given["h"], given["w"], given["mask"], damping=0.1, **bounds)
+    (grad,) = torch.autograd.grad(new.pow(3).sum() + leaf.pow(3).sum(), leaf, create_graph=True)
+    assert torch.equal(grad, torch.autograd.grad(new.pow(3).sum() + leaf.pow(3).sum(), leaf)[0])
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        WAYS[way](grad.square().sum(), leaf)
+
+
+def test_a_gradient_may_be_asked_for_with_a_graph_for_the_rest():
     h, w, mask, *_ = problem()
-    (grad,) = torch.autograd.grad(qprecon.torch.solve(h, w, mask, damping=0.1).square().sum(), w, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    v = torch.randn(6, requires_grad=True, dtype=torch.float64)
+    loss = qprecon.torch.solve(h, w, mask, damping=0.1).square().sum() + v.pow(3).sum()
+    _, to_v = torch.autograd.grad(loss, (w, v), create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(to_v.sum(), v)[0], 6 * v)
 
 
 def test_nothing_outlives_the_weights():
