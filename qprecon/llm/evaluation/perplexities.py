@@ -28,6 +28,7 @@ from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
+from qprecon.wording import counted
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
 _CHUNK_ENTRIES = 1 << 24
@@ -59,7 +60,7 @@ class PerplexityResult:
 
     def __str__(self) -> str:
         return (
-            f"perplexity {self.value:.3f} on {self.text} ({self.windows:,} windows of {self.seqlen:,} tokens, "
+            f"perplexity {self.value:.3f} on {self.text} ({counted(self.windows, 'window')} of {self.seqlen:,} tokens, "
             f"{self.windows * self.seqlen:,} of {self.tokens_read:,}; BOS: {self.bos}; {self.seconds:.1f} s)"
         )
 

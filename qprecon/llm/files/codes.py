@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import BadFileError
-from qprecon.files import one_line, read_json
+from qprecon.errors import BadFileError, one_line
+from qprecon.files import read_json
 from qprecon.llm.files.weight_files import opened, read_header
 
 _SCALE = "weight_scale"

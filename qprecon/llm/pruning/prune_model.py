@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from qprecon.arrays.collector import no_collection
+from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
@@ -229,7 +229,7 @@ def _opened(
 
 
 def _say_link(given: Any, out: Path, log: RunLog) -> None:
-    if Path(os.path.expanduser(given)).is_symlink():
+    if local_path(given).is_symlink():
         log.note(f"{given} is a link: the model is written to {out}")
 
 
