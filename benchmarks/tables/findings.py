@@ -180,5 +180,5 @@ def bounded_badly_conditioned() -> str:
         return f"{row['seconds']:.2f} s" if row["certified_fraction"] == 1.0 else f"not certified ({row['seconds']:.2f} s)"
 
     settings = ("1e-4", "1e-6")
-    body = [[f"`{backend}`", *(seconds(backend, setting) for setting in settings)] for backend in ("piqp", "admm", "auto")]
+    body = [[backend, *(seconds(backend, setting) for setting in settings)] for backend in ("piqp", "admm", "auto")]
     return table(["", *settings], body)
