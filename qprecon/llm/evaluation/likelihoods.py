@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 # Numbers in the logits of one batch on a GPU: 4 GB in float32. On a CPU small batches are as fast as large ones.
-GPU_LOGITS, CPU_LOGITS = 1 << 30, 1 << 26
+GPU_LOGITS, CPU_LOGITS = 1 << 30, 1 << 24
 _MOST_ROWS = 512
 
 Request = tuple[Sequence[int], Sequence[int]]  # tokens of the context and of the continuation, at least one of each
