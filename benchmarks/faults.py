@@ -52,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="on a GPU: no run begins after so many")
     parser.add_argument("--processes", type=int, default=8, help="on a GPU: runs side by side")
     parser.add_argument("--first", type=int, default=0, help="on a GPU: number of the first run; counts are added to the JSON's")
+    parser.add_argument("--each", type=int, default=0, help="on a GPU: then so many of the first allocations of a whole model")
     parser.add_argument("--numbers", help="of kills: only these processes, and `late`, with commas between; nothing is written")
     parser.add_argument("--again", action="store_true", help="of recipes and machines: only those that the JSON lists as faults")
     parser.add_argument("--no-json", action="store_true", help="print only")
@@ -89,9 +90,9 @@ def run(part: str, models: Models, folder: Path, count: int, given: argparse.Nam
     elif part == "memory" and given.device == "cuda":
         wide, kinds = memory.make_wide(folder / "models"), ("llama", "llama-pickled")
         numbers = range(given.first, count)
-        first = memory.side_by_side(wide, folder, numbers, tally, "cuda", kinds, given.processes, given.seconds)
-        if first < count:
-            print(f"run {first} and others up to {count} were not made: --first {first} goes on")
+        first = memory.side_by_side(wide, folder, numbers, tally, "cuda", kinds, given.processes, given.seconds, given.each)
+        if first < count + given.each:
+            print(f"run {first} and others up to {count + given.each} were not made: --first {first} goes on with draws")
     else:
         with Server() as server:
             if part == "kills" and given.numbers:

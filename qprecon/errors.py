@@ -1,4 +1,4 @@
-"""Exceptions for misuse. Numerical failure is data (a status a column), not an exception."""
+"""Exceptions for misuse, and what an error says. Numerical failure is data (a status a column), not an exception."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ class RankError(RuntimeError):
     def __init__(self, message: str, *, said: bool = False) -> None:
         super().__init__(message)
         self.said = said
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """What an error says, on one line and not endless; its class where it says nothing."""
+    words = " ".join(str(error).split())
+    return (words[: most - 1] + "…" if len(words) > most else words) or type(error).__name__

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from qprecon import sniff
-from qprecon.errors import BadFileError
+from qprecon.errors import BadFileError, one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -194,6 +194,11 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
             return {name: archive[name] for name in archive.files}
 
 
+def local_path(name: str | Path) -> Path:
+    """What a name that somebody gave stands for: ~ is the home, also where no shell has seen it, as in a recipe."""
+    return Path(os.path.expanduser(name))
+
+
 def near(path: str | Path) -> str:
     """The end of a message that there is nothing of this name: what lies there under a similar one, if anything does."""
     path = Path(path)
@@ -205,12 +210,6 @@ def near(path: str | Path) -> str:
         return f" (it links to {os.readlink(path)}, which is not there)" if path.is_symlink() else " (it is no file)"
     found = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"; did you mean {path.with_name(found[0])}?" if found else ""
-
-
-def one_line(error: BaseException, most: int = 300) -> str:
-    """What an error says, on one line and not endless; its class where it says nothing."""
-    words = " ".join(str(error).split())
-    return (words[: most - 1] + "…" if len(words) > most else words) or type(error).__name__
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from .problem.column_qp import ColumnQP
 from .proof.notices import NO_LOWER_BOUND, fitted_to_rounding
 from .proof.passes import bounds_that_hold
 from .status import Status
+from .wording import counted
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class Solution:
     def summary(self) -> str:
         """The outcome in words, a line a fact."""
         k = len(self.status)
-        lines = [f"{int(self.optimal.sum())} of {k} columns certified optimal to {self.tol:g} by '{self.provenance.backend}'"]
+        optimal = f"{int(self.optimal.sum())} of {counted(k, 'column')}"
+        lines = [f"{optimal} certified optimal to {self.tol:g} by '{self.provenance.backend}'"]
         if k:
             worst = int(np.argmax(self.relative_gap))
             lines.append(f"largest certified relative gap {self.relative_gap[worst]:.2e} (column {worst})")

@@ -1,6 +1,6 @@
-"""Fill the tables of the README and of the documentation's page on speed from the committed results.
+"""Fill the tables of the README and of the documentation's pages from the committed results.
 
-    python benchmarks/tables/readme.py            (rewrites README.md and docs/performance.md)
+    python benchmarks/tables/readme.py            (rewrites README.md and the pages under docs/ that SECTIONS names)
     python benchmarks/tables/readme.py --check    (exits with 1 if they say something else)
 """
 
@@ -271,16 +271,13 @@ def few_tokens() -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "demo": demo,
-        "presets": quality_tables.presets,
+    "README.md": {"presets": quality_tables.presets, "models": models},
+    "docs/results.md": {
         "presets, other models": quality_tables.others,
         "quality": functools.partial(quality, "smollm2-135m"),
         "quality, Gemma": functools.partial(quality, "gemma-3-270m"),
-        "layers": layers,
-        "cpu": cpu,
-        "models": models,
     },
+    "docs/index.md": {"demo": demo},
     "docs/reproducing.md": {"ladder": quality_tables.ladder, "calibrations": quality_tables.calibrations},
     "docs/llm/pruning.md": {"costs": costs},
     "docs/backends.md": {"few-tokens": few_tokens},
@@ -296,6 +293,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "real": real_layers,
         "masks": selection,
         "repeated": repeated,
+        "cpu": cpu,
         "sparse": sparse,
     },
 }

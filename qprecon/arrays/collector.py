@@ -1,4 +1,4 @@
-"""Python's collector of cycles, which has nothing to find while libraries are imported."""
+"""Python's garbage collector, which finds nothing while libraries are imported."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection(for_good: bool = False) -> Iterator[None]:
-    """While open, Python looks for no cycles of dead objects; afterwards it does if it did before.
+    """Switch the collector off; afterwards it runs again if it ran before.
 
-    An import of torch and transformers makes half a million objects that all stay. Python goes through them again and again as they
-    grow in number, which is a quarter of the time that the import takes. Not for work that makes large arrays: those that are part
-    of a cycle would stay too.
+    An import of torch and transformers makes half a million objects that all stay. The collector goes through them again and again
+    as their number grows, which takes a quarter of the import's time. Do not use this around work that makes large arrays: an array
+    that is part of a cycle is not freed meanwhile.
 
-    for_good: whatever there is at the end is never gone through again. For a process of our own; in another's, what is his might
-    have been in a cycle.
+    for_good: objects that exist at the end are never collected (``gc.freeze``). Only for a process of our own, as a cycle that the
+    caller made before would then stay.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -7,7 +7,8 @@ from .interop import Array, Place, device_type
 _HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
 _DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
 _LEAST_WIDTH = 256
-_WORDS = ("out of memory", "outofmemory", "resource_exhausted", "can't allocate memory", "not enough memory")  # of torch and jax
+# Of torch, of jax, and of the libraries that torch calls on a GPU (CUBLAS_STATUS_ALLOC_FAILED).
+_WORDS = ("out of memory", "outofmemory", "resource_exhausted", "can't allocate memory", "not enough memory", "alloc_failed")
 
 
 def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> int:
@@ -31,6 +32,11 @@ def out_of_memory(error: Exception) -> bool:
     """Whether an error of numpy, torch or jax says that memory ran out."""
     text = f"{type(error).__name__} {error}".lower()
     return isinstance(error, MemoryError) or any(word in text for word in _WORDS)
+
+
+def device_out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch says that a GPU's memory ran out, and not the host's."""
+    return isinstance(error, RuntimeError) and out_of_memory(error) and "cpuallocator" not in str(error).lower()
 
 
 def release(near: Array) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import qprecon
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import PluginBrokenError, RankError
-from qprecon.files import one_line
+from qprecon.errors import PluginBrokenError, RankError, one_line
 
 from . import backends, check_sparse, demo, eval, prune, recover, report, solve
 from ._launch import is_grouped, is_silent, launched_rank

@@ -10,8 +10,7 @@ from datetime import timedelta
 from threading import Thread, Timer
 from typing import Any
 
-from qprecon.errors import RankError
-from qprecon.files import one_line
+from qprecon.errors import RankError, one_line
 
 _PATIENCE = 10.0  # seconds until it is said that other processes are waited for
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what each process needs to find the others

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from qprecon.arrays.collector import no_collection
+from qprecon.files import local_path
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -68,12 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the result."""
     import json
     import sys
-    from pathlib import Path
 
     with no_collection(for_good=True):
         from qprecon.llm.evaluation.assessment import evaluate
 
-    if (adapter := Path(os.path.expanduser(arguments.model)) / "adapter" / "adapter_config.json").is_file():
+    if (adapter := local_path(arguments.model) / "adapter" / "adapter_config.json").is_file():
         print(f"note: {adapter.parent} is not loaded: measured are the weights without their low-rank part", file=sys.stderr)
 
     results = evaluate(

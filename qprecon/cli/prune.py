@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from qprecon.arrays.collector import no_collection
 from qprecon.arrays.memory import out_of_memory
-from qprecon.files import one_line
+from qprecon.errors import one_line
+from qprecon.files import local_path
 from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.run import Run
 
@@ -57,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quiet and flags.get("progress", "quiet") != "quiet":
         raise ValueError("--quiet and --progress say two things: give one of them")
     words = command_words(arguments.recipe, flags)
-    words["out"] = os.path.expanduser(words["out"])  # a recipe's ~ is nobody's to expand but ours
     named = {"calibration": named_calibration(words["calibration"])}  # read once the model is known to be one
     quiet = {"progress": "quiet"} if arguments.quiet else {}
     try:
@@ -76,5 +75,5 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print(report.summary())
         print(f"the pruned model and its report are in {words['out']}")
-    save_recipe(words, words["out"])  # where the disk is full now, the model is there
+    save_recipe(words, local_path(words["out"]))  # where the disk is full now, the model is there
     return 0

@@ -60,9 +60,11 @@ class Checked:
             return self
         try:
             return Checked(self.name, renew(), self.ours)
-        except (BackendBrokenError, MemoryError):
+        except BackendBrokenError:
             raise
         except Exception as error:
+            if out_of_memory(error):
+                raise
             raise BackendBrokenError(f"backend {self.name!r} failed in fresh(): {error!r}") from error
 
 

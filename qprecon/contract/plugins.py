@@ -74,6 +74,19 @@ def load_record(
     return record
 
 
+def loaded_records(
+    entries: EntryPoints, kind: type[Record], what: str, broken: type[PluginBrokenError] = PluginBrokenError
+) -> tuple[dict[str, Record], dict[str, str]]:
+    """The records that can be loaded, by name, and what is wrong with the others, by what they are called in a list."""
+    found, wrong = {}, {f"{name} (entry point)": reason for name, reason in entries.refused.items()}
+    for name, entry in entries.found.items():
+        try:
+            found[name] = load_record(entry, kind, what, broken)
+        except broken as error:
+            wrong[name] = str(error)
+    return found, wrong
+
+
 @contextmanager
 def guarded(what: str, given: Mapping[str, Array]) -> Iterator[None]:
     """While open, a third party's function runs, called `what` in errors, on arrays that it must leave as they are.

@@ -124,15 +124,8 @@ def backends() -> dict[str, Backend]:
 
 def _listed() -> tuple[dict[str, Backend], dict[str, str]]:
     """All that can be loaded, by name, and of the others what is wrong, by what they are called in a list."""
-    entries = _entry_points()
-    found = {record.name: record for record in BUILT_IN}
-    wrong = {f"{name} (entry point)": reason for name, reason in entries.refused.items()}
-    for name, entry in entries.found.items():
-        try:
-            found[name] = _record(entry)
-        except BackendBrokenError as error:
-            wrong[name] = str(error)
-    return found, wrong
+    found, wrong = plugins.loaded_records(_entry_points(), Backend, "backend", BackendBrokenError)
+    return {record.name: record for record in BUILT_IN} | found, wrong
 
 
 def _entry_points() -> plugins.EntryPoints:

@@ -98,14 +98,15 @@ def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_siz
         columns = pending.pop(0)
         try:
             _solve_chunk(task, limits, warm_NK, columns, out)
+            continue
         except Exception as error:
-            width = width_of(columns)
-            if not out_of_memory(error) or width == 1:
+            if not out_of_memory(error) or width_of(columns) == 1:
                 raise
-            release(problem.weights_NK)
-            half = (width + 1) // 2
-            out.automatic["batch_size"] = f"{half}, halved after running out of memory at {width}"
-            pending[:0] = slices(indices_of(columns), half, contiguous=isinstance(columns, slice))
+        # Outside of the handler: the exception holds every array of the frames that it came through.
+        release(problem.weights_NK)
+        half = (width_of(columns) + 1) // 2
+        out.automatic["batch_size"] = f"{half}, halved after running out of memory at {width_of(columns)}"
+        pending[:0] = slices(indices_of(columns), half, contiguous=isinstance(columns, slice))
     return out
 
 

@@ -30,6 +30,7 @@ from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
 from ..proof.verdict import Audit, Known, audited
 from ..solution import Solution
+from ..wording import counted
 from .formats import Fitted, Grid, find_grid
 from .rounding import Product, descend, fast_product, feedback, refit_scales
 from .scales import fit_scales, search_scales
@@ -104,7 +105,8 @@ def _start(start: Array | Solution, problem: ColumnQP) -> Array:
         raise ValueError(f"start has shape {tuple(start_NK.shape)}, W has {tuple(problem.weights_NK.shape)}")
     bad_K = ~to_numpy(namespace(start_NK).isfinite(start_NK).all(0))
     if bad_K.any():
-        raise ValueError(f"start has NaN or Inf in {int(bad_K.sum())} columns, the first is column {int(np.argmax(bad_K))}")
+        bad = counted(int(bad_K.sum()), "column")
+        raise ValueError(f"start has NaN or Inf in {bad}, the first is column {int(np.argmax(bad_K))}")
     if bool((start_NK * ~problem.mask_NK != 0).any()):
         raise ValueError("start is not 0 where the mask has no weight")
     return start_NK

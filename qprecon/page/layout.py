@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from ..wording import counted
 from .charts import Series, bars, layer_chart
 from .recovered import recovered
 from .runs import RecoveryRun, Run
@@ -103,10 +104,12 @@ def _warnings(run: Run) -> list[str]:
     if run.uncertified:
         found.append(f"{run.uncertified:,} of {run.columns:,} columns are not certified to the tolerance {run.settings.tol:g}")
     if run.report.fallbacks:
-        found.append(f"{run.report.fallbacks:,} columns kept their start, because the solver's answer was worse or not finite")
+        fallen = counted(run.report.fallbacks, "column")
+        found.append(f"{fallen} kept the start, because the solver's answer was worse or not finite")
     unbounded = [row for row in run.layers if row.relative_gap is not None and not math.isfinite(row.relative_gap)]
     if unbounded:
-        found.append(f"{len(unbounded)} layers have a column without any certificate, first {unbounded[0].name}")
+        have = counted(len(unbounded), "layer has", "layers have")
+        found.append(f"{have} a column without any certificate, first {unbounded[0].name}")
     return found + [f"{row.name}: {row.note}" for row in run.layers if row.note][:20]
 
 

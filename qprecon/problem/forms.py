@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays.interop import cast, to_numpy
+from ..wording import counted
 from .column_qp import ColumnQP
 
 
@@ -67,7 +68,7 @@ def box_form(problem: ColumnQP) -> BoxForm:
 def reduced_form(problem: ColumnQP, column: int) -> ReducedForm:
     """The unconstrained form of one column; its bounds are infinite unless the problem has some."""
     if not -problem.n_columns <= column < problem.n_columns:
-        raise IndexError(f"column {column} is not there: the problem has {problem.n_columns} columns")
+        raise IndexError(f"column {column} is not there: the problem has {counted(problem.n_columns, 'column')}")
     column %= problem.n_columns
     a_NN = to_numpy(problem.damped_hessian("float64"))
     w_N = to_numpy(cast(problem.weights_NK[:, column], "float64"))

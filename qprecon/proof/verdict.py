@@ -11,6 +11,7 @@ from ..arrays.chunks import slices
 from ..arrays.interop import Array, cast, dtype_name, to_numpy
 from ..arrays.memory import automatic_width
 from ..problem.column_qp import ColumnQP
+from ..wording import counted
 from .audit import Figures, audit
 from .factor import Certificate, gamma
 from .notices import NO_LOWER_BOUND
@@ -50,15 +51,15 @@ class Audit:
             return "no columns"
         unfinite_K = ~np.isfinite(self.objective)
         worst, broken = int(np.argmax(self.relative_gap)), int((~(self.violation == 0) & ~unfinite_K).sum())
-        lines = [f"largest certified relative gap of {k} columns {self.relative_gap[worst]:.2e} (column {worst})"]
+        lines = [f"largest certified relative gap of {counted(k, 'column')} {self.relative_gap[worst]:.2e} (column {worst})"]
         if 1.0 < self.relative_gap[worst] < np.inf:
             lines.append(NO_LOWER_BOUND)
         if unfinite := int(unfinite_K.sum()):
-            lines.append(f"{unfinite} columns hold NaN or Inf, in the problem or in these weights: nothing is certified of them")
+            lines.append(f"{counted(unfinite, 'column')} with NaN or Inf, in the problem or in these weights: nothing certified")
         if broken:
-            lines.append(f"{broken} columns have weights where the mask has none, or out of bounds: nothing is certified of them")
+            lines.append(f"{counted(broken, 'column')} with weights where the mask has none, or out of bounds: nothing certified")
         if none := int(np.isinf(self.gap_bound).sum()) - broken - unfinite:
-            lines.append(f"{none} columns without any certificate")
+            lines.append(f"{counted(none, 'column')} without any certificate")
         return "\n".join(lines)
 
     def __repr__(self) -> str:

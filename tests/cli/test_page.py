@@ -114,7 +114,7 @@ def test_warnings_are_shown(folders, tmp_path):
     report["layers"][3]["error_masked"] = None  # an overflow
     (tmp_path / output.REPORT_NAME).write_text(json.dumps(report))
     shown = " ".join(Checker(write_page([tmp_path]).read_text()).text)
-    parts = ("1 experts got no token", "3 columns kept their start", "2 of", "without any certificate", "magnitude mask")
+    parts = ("1 experts got no token", "3 columns kept the start", "2 of", "without any certificate", "magnitude mask")
     for part in (*parts, "unbounded", "stored dense"):
         assert part in shown
     report["settings"] |= {"quantize": "int4"}

@@ -325,7 +325,7 @@ def test_audit_says_that_weights_are_not_finite(bad: float) -> None:
     row = int(MASK[:, 0].nonzero()[0][0])
     candidate[row, 0] = bad
     summary = qprecon.prepare(H, damping=0.01).audit(W, MASK, candidate).summary()
-    assert "1 columns hold NaN or Inf" in summary and "out of bounds" not in summary and "without any certificate" not in summary
+    assert "1 column with NaN or Inf" in summary and "out of bounds" not in summary and "without any certificate" not in summary
 
 
 def test_a_gap_that_says_little_is_said_to_say_little() -> None:

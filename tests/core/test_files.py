@@ -6,13 +6,27 @@ import io
 import json
 import lzma
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qprecon.errors import BadFileError
-from qprecon.files import JSON, SAFETENSORS, TEXT, check_file, open_text, read_json, read_npz, read_text, reading, write_text
+from qprecon.files import (
+    JSON,
+    SAFETENSORS,
+    TEXT,
+    check_file,
+    local_path,
+    open_text,
+    read_json,
+    read_npz,
+    read_text,
+    reading,
+    write_text,
+)
 from qprecon.llm.files.weight_files import read_header
+from qprecon.wording import counted
 from tests.bad_files import FAULTS, HTML, Evil
 
 
@@ -210,3 +224,15 @@ def test_devices_and_pipes_are_not_replaced(tmp_path):
             write_text(path, "words")
     assert pipe.is_fifo() and sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "pipe"]
     assert write_text(tmp_path / "file", "words").read_text() == "words"
+
+
+@pytest.mark.parametrize("name", ["~/a b.npz", "~", "a/~", "./a", "/a"])
+def test_a_local_path_has_the_home_in_place_of_a_leading_tilde_only(name, monkeypatch):
+    monkeypatch.setenv("HOME", "/the home")
+    expected = Path(name.replace("~", "/the home", 1)) if name.startswith("~") else Path(name)
+    assert local_path(name) == local_path(Path(name)) == expected
+
+
+def test_one_is_not_counted_as_many():
+    assert [counted(n, "layer") for n in (0, 1, 2, 1000)] == ["0 layers", "1 layer", "2 layers", "1,000 layers"]
+    assert [counted(n, "layer has", "layers have") for n in (1, 2)] == ["1 layer has", "2 layers have"]

@@ -125,8 +125,12 @@ def out_of_memory(
         _drawn(server, known[number % len(kinds)], number, device, tally)
 
 
-def _drawn(server: Server | InProcess, run: _Known, number: int, device: str, tally: Tally) -> None:
-    at = tally.random(number).randrange(run.allocations) + 1
+def _drawn(server: Server | InProcess, run: _Known, number: int, device: str, tally: Tally, at: int | None = None) -> None:
+    """Run `number`; at: the allocation that fails, if it is not drawn."""
+    if at is None:
+        at = tally.random(number).randrange(run.allocations) + 1
+    else:
+        tally.counts[f"one of the first allocations of {run.out.parent.name}, each in turn"] += 1
     for path in (run.out, *(run.out.parent / name for name in beside(run.out))):
         shutil.rmtree(path, ignore_errors=True)
     ended = server.run(run.command, {**run.fault, "at": at})
@@ -139,18 +143,22 @@ _HERE: dict[str, Any] = {}  # of a process of `side_by_side`
 
 def side_by_side(
     models: Models, folder: Path, numbers: Sequence[int], tally: Tally, device: str, kinds: Sequence[str],
-    processes: int = 8, seconds: float = math.inf,
+    processes: int = 8, seconds: float = math.inf, each: int = 0,
 ) -> int:  # fmt: skip
     """As `out_of_memory` for the runs of these numbers, in so many processes, all of them on one device. A line for each run.
 
-    seconds: none begins after so many. Returns the number of the first run that was not made, or the number after the last.
+    seconds: none begins after so many. each: after them, runs of the last kind in which each of its first so many allocations
+    fails. Returns the number of the first run that was not made, or the number after the last.
     """
-    began, left = time.monotonic(), len(numbers)
+    after = max(numbers, default=-1) + 1
+    cases: list[tuple[int, int | None]] = [(number, None) for number in numbers]
+    cases += [(after + place, place + 1) for place in range(each)]
+    began, left = time.monotonic(), len(cases)
     context, until = multiprocessing.get_context("spawn"), time.time() + seconds
     given = (models, folder, kinds, device, tally.part, tally.seed, until)
     with ProcessPoolExecutor(processes, context, initializer=_begin, initargs=given) as pool:
         missing = []
-        for future in as_completed(pool.submit(_one, number) for number in numbers):
+        for future in as_completed(pool.submit(_one, *case) for case in cases):
             number, own, allocations = future.result()
             if own is None:
                 missing.append(number)
@@ -161,7 +169,7 @@ def side_by_side(
             tally.counts["allocations that one is drawn from"] = allocations
             what = "; ".join(own.faults) or ("one line" if own.counts["one line"] else "finished")
             print(f"{time.monotonic() - began:5.0f} s, {left} left: run {number}: {what[:200]}", flush=True)
-    return min(missing, default=max(numbers, default=-1) + 1)
+    return min(missing, default=after + each)
 
 
 def _begin(models: Models, folder: Path, kinds: Sequence[str], device: str, part: str, seed: int, until: float) -> None:
@@ -170,12 +178,14 @@ def _begin(models: Models, folder: Path, kinds: Sequence[str], device: str, part
     _HERE.update(known=known, device=device, part=part, seed=seed, until=until)
 
 
-def _one(number: int) -> tuple[int, Tally | None, int]:
+def _one(number: int, at: int | None) -> tuple[int, Tally | None, int]:
     known, own = _HERE["known"], Tally(_HERE["part"], _HERE["seed"])
     allocations = sum(each.allocations for each in known)
     if time.time() > _HERE["until"]:
         return number, None, allocations
-    _drawn(InProcess(), known[number % len(known)], number, _HERE["device"], own)
+    run = known[number % len(known)] if at is None else known[-1]
+    if at is None or at <= run.allocations:
+        _drawn(InProcess(), run, number, _HERE["device"], own, at)
     return number, own, allocations
 
 
@@ -212,8 +222,9 @@ def _wrong(
 
 
 @contextmanager
-def no_memory(at: int, least: int, device: str, told: str | None = None) -> Iterator[None]:
-    """The `at`-th allocation of `least` bytes or more on the device fails, in whatever thread; 0: none. told: gets their number."""
+def no_memory(at: int, least: int, device: str, told: str | None = None, words_of: str | None = None) -> Iterator[None]:
+    """The `at`-th allocation of `least` bytes or more on the device fails, in whatever thread; 0: none. told: gets their number.
+    words_of: the device whose error is raised, if not the same."""
     import concurrent.futures
 
     import torch
@@ -233,7 +244,7 @@ def no_memory(at: int, least: int, device: str, told: str | None = None) -> Iter
                     seen += size >= least
                     if size >= least and seen == at:
                         del found, each
-                        raise _error(torch, device, size)
+                        raise _error(torch, words_of or device, size)
             return found
 
     submit = concurrent.futures.ThreadPoolExecutor.submit

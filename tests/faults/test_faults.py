@@ -5,12 +5,13 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, late, two_at_once
 from .machines import NAMES, run_here
-from .memory import InProcess, out_of_memory, side_by_side
+from .memory import InProcess, make_wide, out_of_memory, side_by_side
 from .recipes import bombs, paths_out, random_recipes
 from .runs import Models, Server, Tally, make_models
 
@@ -80,10 +81,19 @@ def test_out_of_memory_without_a_fork(models, tmp_path, tally, monkeypatch):
 
 def test_out_of_memory_side_by_side(models, tmp_path, tally, capsys):
     """In processes of their own, with a number each, which may be any; past the time none is made and the first is named."""
-    after = side_by_side(models, tmp_path / "some", [28, 29, 31], tally, "cpu", ("llama",), processes=2)
-    assert after == 32 and tally.counts["runs"] == 3 and "run 31" in capsys.readouterr().out
+    after = side_by_side(models, tmp_path / "some", [28, 29, 31], tally, "cpu", ("llama",), processes=2, each=2)
+    assert after == 34 and tally.counts["runs"] == 5 and "run 31" in capsys.readouterr().out
+    assert tally.counts["one of the first allocations of llama, each in turn"] == 2
     assert side_by_side(models, tmp_path / "none", [5, 6], tally, "cpu", ("llama",), processes=1, seconds=0) == 5
-    assert tally.counts["runs"] == 3
+    assert tally.counts["runs"] == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_out_of_memory_on_a_gpu_while_a_block_moves_there(tmp_path, tally):
+    """A model that is read as a whole: its blocks come from the host, for the gradients first."""
+    after = side_by_side(make_wide(tmp_path / "models"), tmp_path, [], tally, "cuda", ("llama-pickled",), processes=4, each=80)
+    assert after == 80 and tally.counts["runs"] == 80
 
 
 def test_recipes(server, models, tmp_path, tally):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import device_out_of_memory
 from qprecon.llm.calibration.memory import choose_store, placed
 from qprecon.llm.calibration.replay import Call, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
@@ -59,8 +60,11 @@ def capture_inputs(
     try:
         with _moved(decoder, blocks, device, compute):
             return run()
-    except torch.cuda.OutOfMemoryError:
-        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        if not device_out_of_memory(error):
+            raise
+    # Outside of the handler: the exception holds every tensor of the frames that it came through.
+    torch.cuda.empty_cache()
     with _moved(decoder, blocks, None, compute):
         return run()
 

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import device_out_of_memory
 from qprecon.llm.model.dtypes import widened
 
 Result = TypeVar("Result")
@@ -50,7 +51,7 @@ def placed(
     modules: Iterable[nn.Module], device: torch.device | None, compute: torch.dtype | None = None, *, changed: bool = False
 ) -> Iterator[None]:
     """While open, what each of the modules holds itself is on the device, if one is given, and of the dtype that it is computed in;
-    then the same tensors again, with their new values if `changed`."""
+    then the same tensors again, with their new values if `changed`. All of it or, where memory runs out on the way, nothing."""
     before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:
         for module in modules:
@@ -62,7 +63,9 @@ def placed(
         yield
     finally:
         for tensor, data in before.values():
-            tensor.data = data.copy_(tensor.data) if changed else data
+            # A dtype is changed where there is room for a copy, not on a device that may be full.
+            now = tensor.data if tensor.dtype == data.dtype else tensor.data.to(data.device)
+            tensor.data = data.copy_(now) if changed else data
 
 
 def choose_store(bytes_needed: int, device: torch.device, share: int = 3) -> torch.device:
@@ -87,8 +90,8 @@ def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Cal
     """`work()`; if the GPU's memory runs out, once more with the activations in the host's memory, which `note` is told."""
     try:
         return work()
-    except torch.cuda.OutOfMemoryError:
-        if not inputs.to_host():
+    except RuntimeError as error:
+        if not device_out_of_memory(error) or not inputs.to_host():
             raise
         note(f"{what}: out of GPU memory; activations are in the host's memory from there on")
     # Outside of the handler: the exception holds every tensor of the frames that it came through.
@@ -96,6 +99,17 @@ def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Cal
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     return work()
+
+
+def there_or_on_host(device: torch.device, work: Callable[[torch.device], Result]) -> Result:
+    """`work(device)`; if the GPU's memory runs out, once more for the host's memory."""
+    try:
+        return work(device)
+    except RuntimeError as error:
+        if not device_out_of_memory(error):
+            raise
+    torch.cuda.empty_cache()
+    return work(torch.device("cpu"))
 
 
 _PASS = 2**24  # numbers in the hidden state of one forward pass on a GPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from qprecon.files import near
+from qprecon.files import local_path, near
 from qprecon.llm.calibration.documents import file_documents, is_rows, wikitext_join
 from qprecon.llm.files.hub import ask_hub, is_hub_name, offline_if_silent
 
@@ -74,7 +74,7 @@ def _is_data_set(folder: Path) -> bool:
 
 def _is_file(name: str) -> bool:
     try:
-        path = Path(os.path.expanduser(name))
+        path = local_path(name)
         return path.is_file() or path.is_fifo()
     except (OSError, ValueError):  # longer than a file's name can be; a NUL in it
         return False

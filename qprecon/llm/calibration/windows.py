@@ -13,6 +13,7 @@ from qprecon.contract.options import is_whole
 from qprecon.llm.calibration.encodings import encoded_rows, is_encoded, token_rows
 from qprecon.llm.calibration.texts import is_source_name, load_texts
 from qprecon.llm.calibration.tokenising import token_stream
+from qprecon.wording import counted
 
 DEFAULT_SEQLEN = 2048
 BOS_POLICIES = ("auto", "each", "first", "none")
@@ -37,7 +38,8 @@ class TokenWindows:
     def described(self) -> str:
         """The counts, for an error message about too little text."""
         count, seqlen = self.tokens.shape
-        return f"{self.documents:,} documents with {self.tokens_read:,} tokens give {count:,} windows of {seqlen:,}"
+        held = f"{counted(self.documents, 'document')} with {counted(self.tokens_read, 'token')}"
+        return f"{held} give {counted(count, 'window')} of {seqlen:,}"
 
 
 def cut_windows(

@@ -16,6 +16,7 @@ from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_length
 from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity, text_windows
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.reporting.progress import library_bars
+from qprecon.wording import counted
 
 EVALUATION_NAME = "qprecon_eval.json"
 
@@ -89,7 +90,8 @@ def evaluate(
         windows = text_windows(load_texts(text), tokenizer, **cutting)
     with library_bars(progress):
         loaded, left_over = load_whole(folder, device=device)
-    unused = f"{len(left_over)} stored tensors have no place in the model, first {left_over[0]}" if left_over else None
+    have = counted(len(left_over), "stored tensor has", "stored tensors have")
+    unused = f"{have} no place in the model, first {left_over[0]}" if left_over else None
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
     scores = measured = None
     if tasks is not None:

@@ -23,11 +23,12 @@ from qprecon.llm.calibration.windows import (
     is_text,
 )
 from qprecon.llm.model.blocks import check_finite
-from qprecon.llm.model.devices import computing_on
+from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
+from qprecon.wording import counted
 
 # Entries of one float32 copy of the logits: 64 MiB. A vocabulary of 262,144 makes 2 GiB of a window of 2,048 otherwise.
 _CHUNK_ENTRIES = 1 << 24
@@ -59,7 +60,7 @@ class PerplexityResult:
 
     def __str__(self) -> str:
         return (
-            f"perplexity {self.value:.3f} on {self.text} ({self.windows:,} windows of {self.seqlen:,} tokens, "
+            f"perplexity {self.value:.3f} on {self.text} ({counted(self.windows, 'window')} of {self.seqlen:,} tokens, "
             f"{self.windows * self.seqlen:,} of {self.tokens_read:,}; BOS: {self.bos}; {self.seconds:.1f} s)"
         )
 
@@ -109,26 +110,22 @@ def perplexity(
     check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
     autocast = None if autocast is None else as_dtype(autocast)
     check_unwrapped(model)
-    if isinstance(model, str | Path):
+    if isinstance(model, str | Path):  # the text is looked at before the weights are loaded
         model = model_folder(model)
         check_length(load_config(model), seqlen)
         if tokenizer is None and is_text(tokens_or_text):
             tokenizer = load_tokenizer(model, needed_by="text")
     cut = tokens_or_text if isinstance(tokens_or_text, TokenWindows) else text_windows(tokens_or_text, tokenizer, seqlen, bos)
     tokens = cut.tokens[:max_windows]
-    if isinstance(model, str | Path):
-        model, _ = load_whole(model, device=device)
-    elif device is not None:
-        model = model.to(device)
+    model = _on_device(model, device)
     check_windows(model, list(tokens))
     start = time.perf_counter()
     with computing_on(model.get_input_embeddings().weight.device):
         total = _total_nll(model, tokens, batch_size, autocast, progress)
-    seconds = time.perf_counter() - start
-    targets = tokens.shape[0] * (seqlen - 1)
+    seconds, targets = time.perf_counter() - start, len(tokens) * (seqlen - 1)
     return PerplexityResult(
         value=_exp(total / targets),
-        windows=tokens.shape[0],
+        windows=len(tokens),
         targets=targets,
         tokens_read=cut.tokens_read,
         seqlen=seqlen,
@@ -156,6 +153,16 @@ def check_perplexity(
     if autocast is not None:
         as_dtype(autocast)
     check_cut(seqlen, bos)
+
+
+def _on_device(model: Any, device: str | torch.device | None) -> Any:
+    """The model of a folder, or the given one, on the device."""
+    if isinstance(model, str | Path):
+        return load_whole(model, device=device)[0]
+    if device is None:
+        return model
+    with put_back_after_an_error(model):
+        return model.to(device)
 
 
 def _cause(model: Any) -> str:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import out_of_memory
 from qprecon.llm.evaluation.sparse_products import Products, products, why_none
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.linears import find_linears
 from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.model.unprunable import check_refused
+from qprecon.wording import counted
 
 Layer = tuple[torch.Tensor, torch.Tensor | None]  # weights (K, N) and, for low-bit ones, their scales
 _REPEATS, _LAUNCHES = 20, 10
@@ -61,14 +63,14 @@ class SparseCheck:
     def __str__(self) -> str:
         lines = [f"{self.tokens} tokens a product, {self.dtype} on {self.device}"]
         for row in self.rows:
-            head = f"{row.layers} layers of {row.n_outputs} × {row.n_inputs}: "
+            head = f"{counted(row.layers, 'layer')} of {row.n_outputs} × {row.n_inputs}: "
             if row.dense_ms is None or row.sparse_ms is None:
                 lines.append(head + row.problem)
                 continue
             gain = f"dense {row.dense_ms:.3f} ms, sparse {row.sparse_ms:.3f} ms, {row.dense_ms / row.sparse_ms:.2f} times as fast"
             lines.append(head + gain + (f"; {row.problem}" if row.problem else ""))
         if self.not_2_4:
-            lines.append(f"{len(self.not_2_4)} layers are not 2:4 sparse, first {self.not_2_4[0]}")
+            lines.append(f"{counted(len(self.not_2_4), 'layer is', 'layers are')} not 2:4 sparse, first {self.not_2_4[0]}")
         return "\n".join(lines)
 
 
@@ -140,6 +142,8 @@ def measure(layers: list[Layer], tokens: int, device: torch.device, kernels: Pro
             kind = "dense"  # those of 8 bits do not take every number of tokens
             expected = kernels.dense(x_TN, dense_KN).float()
         except (RuntimeError, NotImplementedError) as error:
+            if out_of_memory(error):
+                raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             return ShapeRow(K, N, len(layers), None, None, None, f"the {kind} kernels refused: {reason}")
         largest = max(largest, float((result.float() - expected).norm() / expected.norm().clamp(min=1e-30)))

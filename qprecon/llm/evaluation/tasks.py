@@ -20,7 +20,7 @@ from qprecon.llm.evaluation.likelihoods import log_likelihoods
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
 from qprecon.llm.files.hub import offline_if_silent
-from qprecon.llm.model.devices import computing_on
+from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode
@@ -105,7 +105,8 @@ def evaluate_tasks(
             tokenizer = load_tokenizer(model, needed_by="a task") if tokenizer is None else tokenizer
             model, _ = load_whole(model, device=device)
         elif device is not None:
-            model = model.to(device)
+            with put_back_after_an_error(model):
+                model = model.to(device)
         if tokenizer is None:
             raise ValueError("tasks are text: give the model's tokenizer")
         if data_dir is None:

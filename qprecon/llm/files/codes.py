@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from qprecon.errors import BadFileError
-from qprecon.files import one_line, read_json
+from qprecon.arrays.memory import out_of_memory
+from qprecon.errors import BadFileError, one_line
+from qprecon.files import read_json
 from qprecon.llm.files.weight_files import opened, read_header
 
 _SCALE = "weight_scale"
@@ -71,5 +72,7 @@ def _weights(schemes: _Schemes, layer: str, held: dict[str, Path]) -> torch.Tens
         compressor, scheme = schemes.of(layer)
         return compressor.decompress(parts, scheme)["weight"]
     except (ValueError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
+        if out_of_memory(error):
+            raise
         path = held[f"{layer}.{_SCALE}"]
         raise BadFileError(f"{path}: the codes of {layer} cannot be read by compressed-tensors: {one_line(error)}") from error

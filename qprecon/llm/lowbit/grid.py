@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,10 +12,7 @@ from qprecon.grids import Grid, find_grid
 from qprecon.llm.lowbit.experts import written_one_by_one
 from qprecon.llm.model.blocks import is_conv1d
 from qprecon.llm.model.linears import LinearView
-from qprecon.llm.settings.recipe import grid_asked
-
-if TYPE_CHECKING:
-    from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.settings.recipe import Recipe
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _USUAL = (16, 32, 48, 64, 72, 80, 96, 128, 160, 192, 256)  # group sizes that are proposed
@@ -25,7 +21,7 @@ _USUAL = (16, 32, 48, 64, 72, 80, 96, 128, 160, 192, 256)  # group sizes that ar
 def grid_of(recipe: Recipe, dtype: torch.dtype) -> Grid | None:
     """Where weights of a parameter of this dtype are stored: what is asked for, or the dtype's own values; None for float32."""
     if recipe.quantize != "none":
-        return grid_asked(recipe.quantize, recipe.group_size, _NAMES[dtype])
+        return recipe.grid(_NAMES[dtype])
     return {torch.bfloat16: find_grid("bf16"), torch.float16: find_grid("fp16")}.get(dtype)
 
 

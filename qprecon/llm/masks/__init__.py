@@ -194,8 +194,9 @@ SELECTORS: dict[str, Selector] = {
 
 
 def selectors() -> dict[str, Selector]:
-    """Records by name: the built-in ones and those of installed entry points. PluginBrokenError: one of these cannot be loaded."""
-    return SELECTORS | {name: plugins.load_record(entry, Selector, "mask") for name, entry in _entry_points().found.items()}
+    """Records by name: the built-in ones and those of installed entry points that can be loaded; `get_selector` says what is wrong
+    with another."""
+    return SELECTORS | plugins.loaded_records(_entry_points(), Selector, "mask")[0]
 
 
 def _entry_points() -> plugins.EntryPoints:

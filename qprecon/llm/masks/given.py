@@ -17,7 +17,6 @@ Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = k
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qprecon.files import NPZ, near, one_line, read_json, read_npz, reading
+from qprecon.arrays.memory import out_of_memory
+from qprecon.errors import one_line
+from qprecon.files import NPZ, local_path, near, read_json, read_npz, reading
 from qprecon.llm.files.codes import read_codes
 from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
@@ -98,7 +99,7 @@ def load_masks(
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {orientation!r}")
     if not isinstance(source, Mapping):
-        source = Path(os.path.expanduser(source))
+        source = local_path(source)
     found, default = _open(source, experts=names is not None)
     by_name = {_bare(key): read for key, read in found}
     if twice := [key for key, _ in found if key != _bare(key) and _bare(key) in dict(found)]:
@@ -233,6 +234,8 @@ def as_bool(value: object, name: str) -> torch.Tensor:
     try:
         mask = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         raise ValueError(f"layer {name!r}: the mask is no array of numbers ({one_line(error)})") from error
     if mask.ndim != 2:
         raise ValueError(f"layer {name!r}: a mask is two-dimensional, this one has shape {tuple(mask.shape)}")

@@ -7,11 +7,12 @@ current one, which is the first GPU unless somebody says otherwise.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.ranks.group import own_device
@@ -35,3 +36,18 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, device=chosen, **keywords)
 
     return run
+
+
+@contextmanager
+def put_back_after_an_error(model: nn.Module) -> Iterator[None]:
+    """While open, `model` may be moved to stay there; after an error each parameter and buffer is where it was before."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, own in buffers:
+            module._buffers.update(own)
+        raise

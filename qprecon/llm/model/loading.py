@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import BadFileError
-from qprecon.files import near, one_line, read_json
+from qprecon.errors import BadFileError, one_line
+from qprecon.files import local_path, near, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts, named_by_config
 from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, other_weights, weight_files
 from qprecon.llm.model.dtypes import as_dtype
+from qprecon.wording import counted
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -106,7 +107,7 @@ def load_whole(
     if missing := sorted({*found["missing_keys"], *empty}):
         check_index(files)
         others = sorted(found["unexpected_keys"])
-        instead = f" (they hold {len(others)} other tensors, first {others[0]})" if others else ""
+        instead = f" (they hold {counted(len(others), 'other tensor')}, first {others[0]})" if others else ""
         raise ValueError(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
             f"complete{instead}, and is it a causal language model?"
@@ -168,7 +169,7 @@ def model_folder(model: str | Path) -> Path:
     """
     if not str(model):
         raise ValueError("the model's name is empty: give a folder or a hub name")
-    path = Path(os.path.expanduser(model))
+    path = local_path(model)
     if path.is_file():
         hint = other_weights(path.parent) if path.suffix == ".gguf" else ""
         raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name{hint}")
@@ -193,7 +194,7 @@ def local_copy(model: str) -> Path | None:
     """The folder of a model as far as it is here, by path or hub name, without asking anybody; None where it is not."""
     from huggingface_hub import constants, snapshot_download
 
-    path = Path(os.path.expanduser(model))
+    path = local_path(model)
     if (path / "config.json").is_file():
         return path
     if not is_hub_name(model):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import out_of_memory
+
 Head = Callable[[torch.Tensor], torch.Tensor]
 _LARGEST_DIFFERENCE = 1e-2  # of the largest logit; 16-bit products of other shapes differ in the last digits
 
@@ -50,7 +52,9 @@ def _tried(model: nn.Module, name: str, tokens: torch.Tensor) -> Parts | None:
         output = decoder(input_ids=tokens, use_cache=False)
         parts = Parts(_decode(decoder, "last_hidden_state"), _head(model, name, type(output)))
         found = parts.head(output.last_hidden_state[0])
-    except Exception:  # of whatever class: it is no decoder, or the model's forward function wants more of it
+    except Exception as error:  # of whatever class: it is no decoder, or the model's forward function wants more of it
+        if out_of_memory(error):
+            raise
         return None
     if found.shape != expected.shape:
         return None

@@ -17,6 +17,7 @@ from torch import nn
 from qprecon.arrays.memory import out_of_memory
 from qprecon.llm.model.blocks import Block, is_conv1d
 from qprecon.llm.model.dtypes import FLOATS
+from qprecon.wording import counted
 
 # A module's own tensors that tell of packed weights: GPTQ and AWQ, HQQ, compressed-tensors.
 _PACKED_NAMES = frozenset({"qweight", "W_q", "weight_packed"})
@@ -91,8 +92,8 @@ def check_held(blocks: Sequence[Block], unheld: Sequence[str]) -> None:
     if share > _MOST_UNHELD:
         raise ValueError(
             f"{share:.0%} of the blocks' weights would stay dense, as no linear layer that is known here holds them: "
-            f"{len(unheld)} parameters, the largest {max(unheld, key=sizes.__getitem__)}; to prune the rest only, name them in "
-            "`ignore`"
+            f"{counted(len(unheld), 'parameter')}, the largest {max(unheld, key=sizes.__getitem__)}; to prune the rest only, name "
+            "them in `ignore`"
         )
 
 

@@ -6,7 +6,7 @@ Figures stay on the device until a block is done and are fetched together. Shape
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,14 @@ class Seconds:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """What a row says of its mask: `LayerRow`'s fields of these names."""
+
+    note: str = ""
+    off_pattern: bool = False
+
+
+@dataclass(frozen=True)
 class Draft:
     """A row, or a part of one, whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite;
     float64 (7,), sums over columns.
@@ -88,7 +96,7 @@ def draft_rows(
     solution: qprecon.Solution | None,
     method: Method,
     stored: Stored,
-    notes: Sequence[str],
+    remarks: Sequence[Remark],
     asked_NK: torch.Tensor,
 ) -> list[Draft]:
     """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K).
@@ -104,9 +112,9 @@ def draft_rows(
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
-    for part, note in zip(parts, notes, strict=True):
+    for part, remark in zip(parts, remarks, strict=True):
         columns = slice(first, first := first + part.width)
-        facts = {"tokens": tokens, "note": note, **_solver_facts(solution, columns, method.tol)}
+        facts = {"tokens": tokens, **asdict(remark), **_solver_facts(solution, columns, method.tol)}
         facts["stored_costs"] = stored.costs(columns)
         if stored.fitted is not None:
             facts["bits"] = stored.fitted.grid.bits_per_weight(part.view.n_inputs)
@@ -167,7 +175,7 @@ class _Counted:
     def plus(self, other: _Counted) -> _Counted:
         """Of these columns and some others."""
         facts, more = dict(self.facts), other.facts
-        facts["note"] = facts["note"] or more["note"]
+        facts["note"], facts["off_pattern"] = facts["note"] or more["note"], facts["off_pattern"] or more["off_pattern"]
         for name, joined in (("relative_gap", max), ("iterations", max), ("uncertified", sum), ("fallbacks", sum)):
             if name in facts:
                 facts[name] = joined((facts[name], more[name]))

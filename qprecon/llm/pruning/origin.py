@@ -36,6 +36,7 @@ from qprecon.llm.storage.other_ranks import FollowedBlocks, FollowedJournal, fin
 from qprecon.llm.storage.output import EXPLAINED, check_apart, claim_output, partial_folder
 from qprecon.llm.storage.replacing import restore
 from qprecon.llm.storage.sources import DiskBlocks
+from qprecon.wording import counted
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Found:
         model, left_over = load_whole(self.files.folder, device="cpu", dtype=self.dtype)
         model.config._name_or_path = model.name_or_path = self.name  # not where a copy of the hub's files lies
         if left_over:
-            log.note(f"the output lacks {len(left_over)} tensors that the model has no place for, first {left_over[0]}")
+            log.note(f"the output lacks {counted(len(left_over), 'tensor')} that the model has no place for, first {left_over[0]}")
         return replace(self, model=model, left_over=tuple(left_over))
 
 
@@ -110,7 +111,8 @@ def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: A
         shards = None
         log.note(f"the model was loaded as a whole, not block by block: {why_not}")
     elif left_over:
-        log.note(f"{len(left_over)} tensors that the model has no place for are in the output as they are, first {left_over[0]}")
+        more = counted(len(left_over), "tensor")
+        log.note(f"in the output as in the model's files: {more} that the model has no place for, first {left_over[0]}")
     narrowed = _narrowed(frame, shards, dtype)
     if narrowed is not None:
         log.note(narrowed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +11,14 @@ import torch
 from torch import nn
 
 from qprecon.arrays.collector import no_collection
+from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
 from qprecon.llm.lowbit.grid import check_grid, grid_of
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device, model_folder
-from qprecon.llm.pruning.allocation import Owl, allocation_asked, owl_plan
+from qprecon.llm.pruning.allocation import ByLoss, Owl, allocation_asked, owl_plan
 from qprecon.llm.pruning.checks import (
     check_choices,
     check_method,
@@ -39,6 +39,7 @@ from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.aliases import as_recipe
 from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.in_memory import MemoryBlocks, told_if_pruned_in_part
 from qprecon.llm.storage.output import Pack, check_output, check_writable, complete_folder, save_model
 from qprecon.llm.storage.replacing import tidy
@@ -123,74 +124,55 @@ class _Where:
     save_masks: bool
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A run before its first block: what is pruned, how, on which windows, and what the report says beside its rows.
+
+    out: the folder that is written, links followed. companions: what lies in the model's folder beside the weights; None on a rank
+    that writes nothing. recorded: the settings as the report has them. left_dense: how much of the model stays dense, and why.
+    """
+
+    found: Found
+    plan: Plan
+    method: Method
+    rule: Owl | ByLoss | None
+    samples: list[torch.Tensor]
+    source: MemoryBlocks | DiskBlocks
+    out: Path | None
+    companions: Companions | None
+    recorded: dict[str, Any]
+    left_dense: tuple[tuple[str, float], ...]
+
+
 def _pruned(
     model: Any, calibration: Any, recipe: Recipe, tokenizer: Any, where: _Where, log: RunLog, ranks: Ranks
 ) -> PruneReport:
     """`prune_model` on one of the ranks."""
-    out, device, store, save_masks = where.out, where.device, where.store, where.save_masks
     with log.phase("load"), no_collection():
-        if out is not None:
-            out = ranks.decided(lambda: check_output(where.out))
-            _say_link(where.out, out, log)
-        if store not in (None, "auto"):
-            choose_device(store, "store")
-        rule = allocation_asked(recipe)
-        recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store, "save_masks": save_masks}
-        recorded["allocation_options"] = rule and rule.options
-        method = Method(**recipe.settings(), keep_masks=save_masks, keep_scales=out is not None)
-        check_choices(method, device)
-        check_ranks(method, ranks)
-        with log.library_bars():
-            if isinstance(model, str | Path) and out is not None:  # one rank downloads, the others find it
-                ranks.decided(lambda: model_folder(model) and None)
-            found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
-        plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
-        check_stored_dense(found, plan)
-        check_method(method, plan)
-        views = [layer.view for layers in plan.layers for layer in layers]
-        check_grid(method, views, found.model if out is not None else None)
-        check_adapters(method.adapter_rank, views, found.model)
-        method = with_given_masks(method, plan, found.model, recipe.amount_stated)
-        folder = None if found.shards is None else found.shards.folder
-        if out is not None and ranks.first:
-            with log.library_bars():
-                check_writable(found.model, found.tokenizer, folder)
-        text = (calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
-        # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
-        samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(found.model, *text)])
-        if found.is_skeleton:  # text before weights
-            with log.library_bars():
-                found = found.in_memory(log)
-            plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
-        stays_dense = left_dense(found.model, plan)
-        companions = None if out is None or not ranks.first else companions_of(found.name, found.tokenizer, found.files)
-        compute = computed_in(plan, recipe.compute_dtype, device)
-        recorded["compute_dtype"] = "stored" if compute is None else str(compute).removeprefix("torch.")
-        if compute is not None and ranks.first:
-            log.note(f"computed in {recorded['compute_dtype']}, stored in 16 bits as the model was")
-        source = open_source(found, plan, samples, recorded, method, out, device, where.resume, log, ranks, compute)
+        run = _opened(model, calibration, recipe, tokenizer, where, log, ranks)
+    source, plan, companions = run.source, run.plan, run.companions
     try:
         if companions and (lacking := companions.note()):
             log.note(lacking)
         if ranks.first:
             log.say_notes()
         with log.bar(plan.n_layers, blocks=sum(map(bool, plan.layers))):
-            if isinstance(rule, Owl) and source.finished <= plan.last:
-                plan = owl_plan(source, plan, samples, rule, store, log, ranks)
-            rows, kept_on = prune_blocks(source, plan, method, rule, samples, store, log, ranks)
+            if isinstance(run.rule, Owl) and source.finished <= plan.last:
+                plan = owl_plan(source, plan, run.samples, run.rule, where.store, log, ranks)
+            rows, kept_on = prune_blocks(source, plan, run.method, run.rule, run.samples, where.store, log, ranks)
         ranks.decided(source.close)
-        recorded |= {"model": found.name, "nsamples": len(samples), "store": kept_on and str(kept_on)}
-        recorded |= {"streamed": found.shards is not None, **described(calibration, len(samples))}
-        recorded |= {"seqlen": max(sample.numel() for sample in samples)}
+        recorded = run.recorded | {"nsamples": len(run.samples), "store": kept_on and str(kept_on)}
+        recorded |= {"model": run.found.name, "streamed": run.found.shards is not None}
+        recorded |= described(calibration, len(run.samples)) | {"seqlen": max(sample.numel() for sample in run.samples)}
         left_out = companions.left_out + companions.outdated if companions else ()
-        facts = {"excluded": plan.excluded, "left_dense": stays_dense, "left_out": left_out}
-        facts |= among_ranks(ranks, device, len(samples), log)
+        facts = {"excluded": plan.excluded, "left_dense": run.left_dense, "left_out": left_out}
+        facts |= among_ranks(ranks, where.device, len(run.samples), log)
 
         def finished() -> PruneReport:
             report = outcome(rows, source.zeros(rows), recorded, log, **facts)
-            if out is not None:
+            if run.out is not None:
                 with log.phase("save"):
-                    _save(source, found, report, out, save_masks, companions, log, method, plan)
+                    _save(run, report, run.out, where.save_masks, log)
             return replace(report, phase_seconds=dict(log.seconds))
 
         return ranks.decided(finished)
@@ -198,30 +180,74 @@ def _pruned(
         source.stop()
 
 
+def _opened(
+    model: Any, calibration: Any, recipe: Recipe, tokenizer: Any, where: _Where, log: RunLog, ranks: Ranks
+) -> _Run:
+    """Everything that can be refused is looked at here, before any calibration; the text before the weights."""
+    out, device, store = where.out, where.device, where.store
+    if out is not None:
+        out = ranks.decided(lambda: check_output(where.out))
+        _say_link(where.out, out, log)
+    if store not in (None, "auto"):
+        choose_device(store, "store")
+    rule = allocation_asked(recipe)
+    recorded = recipe.recorded() | {"out": out, "device": str(device), "store": store, "save_masks": where.save_masks}
+    recorded["allocation_options"] = rule and rule.options
+    method = Method(**recipe.settings(), keep_masks=where.save_masks, keep_scales=out is not None)
+    check_choices(method, device)
+    check_ranks(method, ranks)
+    with log.library_bars():
+        if isinstance(model, str | Path) and out is not None:  # one rank downloads, the others find it
+            ranks.decided(lambda: model_folder(model) and None)
+        found = find_model(model, calibration, tokenizer, out, recipe.dtype, recipe.mask, log)
+    plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
+    check_stored_dense(found, plan)
+    check_method(method, plan)
+    views = [layer.view for layers in plan.layers for layer in layers]
+    check_grid(method, views, found.model if out is not None else None)
+    check_adapters(method.adapter_rank, views, found.model)
+    method = with_given_masks(method, plan, found.model, recipe.amount_stated)
+    folder = None if found.shards is None else found.shards.folder
+    if out is not None and ranks.first:
+        with log.library_bars():
+            check_writable(found.model, found.tokenizer, folder)
+    text = (calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
+    # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
+    samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(found.model, *text)])
+    if found.is_skeleton:
+        with log.library_bars():
+            found = found.in_memory(log)
+        plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
+    companions = None if out is None or not ranks.first else companions_of(found.name, found.tokenizer, found.files)
+    compute = computed_in(plan, recipe.compute_dtype, device)
+    recorded["compute_dtype"] = "stored" if compute is None else str(compute).removeprefix("torch.")
+    if compute is not None and ranks.first:
+        log.note(f"computed in {recorded['compute_dtype']}, stored in 16 bits as the model was")
+    dense = left_dense(found.model, plan)
+    source = open_source(found, plan, samples, recorded, method, out, device, where.resume, log, ranks, compute)
+    return _Run(found, plan, method, rule, samples, source, out, companions, recorded, dense)
+
+
 def _say_link(given: Any, out: Path, log: RunLog) -> None:
-    if Path(os.path.expanduser(given)).is_symlink():
+    if local_path(given).is_symlink():
         log.note(f"{given} is a link: the model is written to {out}")
 
 
-def _save(
-    source: MemoryBlocks | DiskBlocks, found: Found, report: PruneReport, out: Path, with_masks: bool, companions: Any,
-    log: RunLog, method: Method, plan: Plan,
-) -> None:  # fmt: skip
-    masks, pack = source.masks() if with_masks else None, _packing(source, found.model, report, method, plan)
+def _save(run: _Run, report: PruneReport, out: Path, with_masks: bool, log: RunLog) -> None:
+    source, model, tokenizer = run.source, run.found.model, run.found.tokenizer
+    masks, pack = source.masks() if with_masks else None, _packing(run, report)
     if isinstance(source, DiskBlocks):
-        complete_folder(
-            source.journal, source.entries(), found.model, found.files.folder, report, out, found.tokenizer, masks, companions, pack
-        )
+        folder = run.found.files.folder
+        complete_folder(source.journal, source.entries(), model, folder, report, out, tokenizer, masks, run.companions, pack)
         return
     with log.library_bars():
-        save_model(found.model, report, out, found.tokenizer, masks, companions, pack=pack)
+        save_model(model, report, out, tokenizer, masks, run.companions, pack=pack)
     tidy(out)
 
 
-def _packing(
-    source: MemoryBlocks | DiskBlocks, model: nn.Module, report: PruneReport, method: Method, plan: Plan
-) -> Pack | None:
+def _packing(run: _Run, report: PruneReport) -> Pack | None:
     """What makes the written folder one of low-bit weights, and adds adapters; blocks from disk to disk are packed already."""
+    source, model, method, plan = run.source, run.found.model, run.method, run.plan
     if method.quantize == "none" and not method.adapter_rank:
         return None
 

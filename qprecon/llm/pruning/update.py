@@ -20,10 +20,9 @@ from qprecon.llm.lowbit.rounding import on_their_grid
 from qprecon.llm.masks import LayerData, Selection, Selector, get_selector
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.linears import LinearView
-from qprecon.llm.pruning.measure import Draft, Seconds, draft_rows
+from qprecon.llm.pruning.measure import Draft, Remark, Seconds, draft_rows
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Part
-from qprecon.llm.reporting.report import NOT_HELD
 from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.target import asked_weights
 
@@ -57,8 +56,10 @@ def prune_parts(
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
     if last:
         grams.forget_targets(views[0])
-    dense_NK, selection, notes = choose_masks(parts, asked, prepared, 0 if idle else tokens, method, grams.output_scales)
-    notes = [_ALL_ZERO if note == _NO_TOKEN and tokens else note for note in notes]
+    idle_as = _ALL_ZERO if tokens else _NO_TOKEN
+    dense_NK, selection, remarks = choose_masks(
+        parts, asked, prepared, 0 if idle else tokens, method, grams.output_scales, idle_as
+    )
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, dense_NK)
     asked_NK, adapters, rounding = dense_NK, list[Adapter](), 0.0
@@ -81,7 +82,7 @@ def prune_parts(
         found = attempt(asked_NK)
     new_NK, solution, stored = found
     notices = prepared.notices if solution is not None else ()
-    notes = ["; ".join(filter(None, (note, *notices))) for note in notes]
+    remarks = [replace(remark, note="; ".join(filter(None, (remark.note, *notices)))) for remark in remarks]
     if last:
         prepared.release()
     for part, columns in placed(parts):
@@ -93,7 +94,7 @@ def prune_parts(
     exact = new_NK.dtype == torch.float32 and all(view.dtype == torch.float32 for view in views)
     stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
     matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
-    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, notes, asked_NK)
+    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, remarks, asked_NK)
     _lap(clock, dense_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     seconds = Seconds.of(mask, update, measure, solution, rounding)
@@ -102,11 +103,12 @@ def prune_parts(
 
 def choose_masks(
     parts: Sequence[Part], weights: Sequence[torch.Tensor], prepared: qprecon.PreparedHessian, tokens: int, method: Method,
-    scales: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, Selection, list[str]]:  # fmt: skip
-    """The given weights and the selection of all parts side by side, and for each a note where its mask is not what was asked for.
+    scales: Mapping[str, torch.Tensor], idle_as: str,
+) -> tuple[torch.Tensor, Selection, list[Remark]]:  # fmt: skip
+    """The given weights and the selection of all parts side by side, and a remark on the mask of each.
 
     scales: by what outputs are multiplied for the choice, (K,) by name of the layer; optimal weights do not depend on it.
+    idle_as: what is noted where H is zero.
     """
     chosen = []
     for part, weights_NK in zip(parts, weights, strict=True):
@@ -116,15 +118,15 @@ def choose_masks(
         scaled = weights_NK if scale_K is None else weights_NK * scale_K
         data_NK = part.view.weights_NK() if known else scaled
         data = LayerData(part.view.name, data_NK, prepared.hessian.hessian_NN, tokens, prepared)
-        selection, note = choose_mask(data, part.layer.pattern, method)
+        selection, remark = choose_mask(data, part.layer.pattern, method, idle_as)
         if known:
             selection = Selection(selection.mask_NK[:, part.columns])
         if scale_K is not None and selection.weights_NK is not None:
             selection = replace(selection, weights_NK=selection.weights_NK / scale_K)
-        chosen.append((selection, note))
+        chosen.append((selection, remark))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
-    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), [note for _, note in chosen]
+    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), [remark for _, remark in chosen]
 
 
 def is_known(method: Method) -> bool:
@@ -132,8 +134,8 @@ def is_known(method: Method) -> bool:
     return method.mask == "given" or method.learned_masks is not None
 
 
-def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Selection, str]:
-    """The selection for a layer, and a note where another rule had to be taken, or a third party's mask misses the pattern."""
+def choose_mask(layer: LayerData, pattern: Pattern, method: Method, idle_as: str) -> tuple[Selection, Remark]:
+    """The selection for a layer, and a remark where another rule was taken (`idle_as`) or a third party misses the pattern."""
     selector = get_selector(method.mask)
     if method.learned_masks is not None:
         if layer.name not in method.learned_masks:
@@ -142,15 +144,16 @@ def choose_mask(layer: LayerData, pattern: Pattern, method: Method) -> tuple[Sel
         return selection, _missed(selector, selection.mask_NK, pattern)
     if selector.needs_hessian and layer.n_samples == 0:
         # H = 0 scores all weights alike, so the mask would be arbitrary.
-        return get_selector("magnitude").select(layer, pattern), _NO_TOKEN
+        return get_selector("magnitude").select(layer, pattern), Remark(idle_as)
     selection = selector.select(layer, pattern, **method.mask_options)
     return selection, _missed(selector, selection.mask_NK, pattern)
 
 
-def _missed(selector: Selector, mask_NK: torch.Tensor, pattern: Pattern) -> str:
+def _missed(selector: Selector, mask_NK: torch.Tensor, pattern: Pattern) -> Remark:
     if selector.is_ours or pattern.is_held_by(mask_NK):
-        return ""
-    return f"{NOT_HELD}: mask {selector.name!r} prunes {1 - float(mask_NK.double().mean()):.2%} of it, and {pattern} was asked"
+        return Remark()
+    pruned = 1 - float(mask_NK.double().mean())
+    return Remark(f"not the pattern asked for, {pattern}: mask {selector.name!r} prunes {pruned:.2%} of it", off_pattern=True)
 
 
 def _named(views: Sequence[LinearView]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.files import local_path
 from qprecon.llm.files.kinds import check_language_model, check_unquantised
 from qprecon.llm.model.blocks import check_finite, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
@@ -135,7 +135,7 @@ def identity(source: Any, model: nn.Module) -> Any:
 
 def pruned_with(source: Any) -> dict[str, Any] | None:
     """How a folder's report says that the model was pruned; None where there is no such report."""
-    folder = Path(os.path.expanduser(source)) if isinstance(source, str | Path) else None
+    folder = local_path(source) if isinstance(source, str | Path) else None
     if folder is None or not folder.is_dir():
         return None
     try:

@@ -18,6 +18,7 @@ from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.dtypes import FLOATS
 from qprecon.llm.model.linears import LinearView, find_linears, tied_parameters
 from qprecon.llm.model.unprunable import check_refused
+from qprecon.wording import counted
 
 TOGETHER = 1 << 23  # bytes of masks that are unpacked at once: 64 MiB of bools, and as much beside them on the way
 LEAST_ZEROS = 0.01  # a layer with a smaller share of zeros was not pruned: dense models have a few by chance
@@ -138,9 +139,9 @@ def _given(views: Sequence[LinearView], source: Any) -> dict[str, torch.Tensor]:
             )
         lost = int(torch.count_nonzero(_part(view, view.parameter.detach()).masked_select(~mask_NK.to(view.parameter.device))))
         if lost:
+            pruned = counted(lost, "weight that is", "weights that are")
             raise ValueError(
-                f"masks: that of {name!r} prunes {lost} weights that are not zero in the model: it is another model's, or lies the "
-                "other way round"
+                f"masks: that of {name!r} prunes {pruned} not zero in the model: it is another model's, or lies the other way round"
             )
     return masks
 

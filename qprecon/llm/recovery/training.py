@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import device_out_of_memory
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.parts import Parts, split
 from qprecon.llm.ranks.group import Ranks
@@ -249,20 +250,20 @@ def _tried(run: Run, work: Callable[[int], Result]) -> Result:
     while True:
         try:
             return work(run.fit.together)
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
             if run.distillation.ranks.size > 1:  # the others are in the middle of the same step
                 raise
-            smaller = True
-        except RuntimeError as error:
-            if run.distillation.ranks.size > 1 or (note := less_repeatable(error)) is None:
+            smaller = device_out_of_memory(error)
+            note = None if smaller else less_repeatable(error)
+            if not smaller and note is None:
                 raise
-            smaller = False
-            run.log.note(note)
         for tensor in (*run.optimizer.leaves, *run.weights):  # here the exception holds no tensors any more
             tensor.grad = None
         if smaller and run.fit.together == 1:
             more = "optimizer_state='host', or shorter windows" if run.fit.checkpointing else "checkpointing=True"
             raise ValueError(f"the GPU's memory does not suffice for one window of tokens: give {more}")
+        if note is not None:
+            run.log.note(note)
         if smaller:
             torch.cuda.empty_cache()
             run.fit = replace(run.fit, together=run.fit.together // 2)

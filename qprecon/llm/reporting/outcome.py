@@ -12,7 +12,8 @@ import transformers
 import qprecon
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
-from qprecon.llm.reporting.report import NOT_HELD, LayerRow, PruneReport
+from qprecon.llm.reporting.report import LayerRow, PruneReport
+from qprecon.wording import counted
 
 _SHORT = 1e-3  # of a layer's weights: what is missing of the sparsity asked for, and is said
 
@@ -60,35 +61,39 @@ def _remarks(rows: Sequence[LayerRow], mask: str) -> list[str]:
     if not any(row.zeros for row in rows):
         notes.append("no weight was pruned" + (": the given masks keep all" if given else ""))
     if emptied := [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]:
-        notes.append(f"{len(emptied)} layers have no weight left, first {emptied[0]}")
+        notes.append(f"{_layers_have(emptied)} no weight left, first {emptied[0]}")
     notes += _not_held(rows, mask)
-    others = [row for row in rows if not row.note.startswith(NOT_HELD)]
+    others = [row for row in rows if not row.off_pattern]
     # Low bits make zeros of small weights, which were kept.
     fuller = [row.name for row in others if row.bits is None and row.reached_sparsity > row.requested_sparsity + 1e-9]
     if fuller and not given:
-        notes.append(f"{len(fuller)} layers have more zeros than were asked for, first {fuller[0]}: what was zero stays so")
+        notes.append(f"{_layers_have(fuller)} more zeros than were asked for, first {fuller[0]}: what was zero stays so")
     short = [row for row in others if row.requested_sparsity - row.reached_sparsity >= _SHORT]
     if short and not given:
         worst = max(short, key=lambda row: row.requested_sparsity - row.reached_sparsity)
         notes.append(
-            f"{len(short)} layers have fewer zeros than were asked, at worst {worst.name}: {worst.requested_sparsity:.2%} asked, "
+            f"{_layers_have(short)} fewer zeros than were asked, at worst {worst.name}: {worst.requested_sparsity:.2%} asked, "
             f"{worst.reached_sparsity:.2%} got; counts in a column are rounded down to whole weights"
         )
     if idle := [row.name for row in rows if row.tokens == 0]:
-        notes.append(f"{len(idle)} experts got no calibration token, first {idle[0]}: masked by magnitude")
+        notes.append(f"{counted(len(idle), 'expert')} got no calibration token, first {idle[0]}: masked by magnitude")
     if silent := [row.name for row in rows if row.tokens and row.zeros and row.requested_sparsity and row.error_masked == 0]:
         notes.append(
-            f"in {len(silent)} layers the mask costs nothing at all, first {silent[0]}: the inputs of what it prunes are zero for "
-            "every calibration token, or those weights were"
+            f"in {counted(len(silent), 'layer')} the mask costs nothing at all, first {silent[0]}: the inputs of what it prunes "
+            "are zero for every calibration token, or those weights were"
         )
     notes += _too_few_tokens(rows)
     notes += _missed(rows)
     return notes
 
 
+def _layers_have(some: Sequence[Any]) -> str:
+    return counted(len(some), "layer has", "layers have")
+
+
 def _not_held(rows: Sequence[LayerRow], mask: str) -> list[str]:
     """Where a third party's masks are not what was asked for."""
-    missed = [row for row in rows if row.note.startswith(NOT_HELD)]
+    missed = [row for row in rows if row.off_pattern]
     if not missed:
         return []
     worst = max(missed, key=lambda row: abs(row.reached_sparsity - row.requested_sparsity))

@@ -12,13 +12,13 @@ from typing import Any
 
 from qprecon.files import near
 from qprecon.llm.reporting.reading import read_json, validated
+from qprecon.wording import counted
 
 STORED_DENSE = (
     "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model no faster."
 )
 REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
 FORMAT = 1
-NOT_HELD = "not the pattern asked for"  # a row's note on its mask begins so
 MUCH = 0.05  # of a model: what is left dense and is more is said first
 
 
@@ -37,7 +37,8 @@ class LayerRow:
 
     `stored_gap` bounds how much more the weights in the file cost (in the damped problem, all columns together) than the best
     real-valued weights of the mask, relative to what these cost at least; None where nothing was certified. `bits`: of a weight
-    that is stored in few, scales counted; `rank`: of the layer's adapter, which errors then include.
+    that is stored in few, scales counted; `rank`: of the layer's adapter, which errors then include. `off_pattern`: a third party's
+    mask is not of the pattern that was asked for.
 
     Layers that share a Gram matrix are solved together; their seconds are split by columns. `solve_seconds` (set-up included)
     and `audit_seconds` are parts of `update_seconds`.
@@ -69,6 +70,7 @@ class LayerRow:
     stored_gap: float | None = None
     bits: float | None = None
     rank: int | None = None
+    off_pattern: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,7 +160,8 @@ class PruneReport:
         masked, stored = self.mean_error("error_masked"), self.mean_error("error_stored")
         pruned = "pruned to" if any(row.requested_sparsity for row in self.layers) or not self.layers else "left dense, with"
         lines = [
-            f"{len(self.layers)} layers {pruned} {self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model)"
+            f"{counted(len(self.layers), 'layer')} {pruned} {self.sparsity:.2%} zeros "
+            f"({self.model_sparsity:.2%} of the whole model)"
             + (f", preset {self.settings['preset']}" if "preset" in self.settings else ""),
             *(f"{share:.1%} of the model left dense: {what}" for what, share in self.much_left_dense),
             f"mean relative reconstruction error{f' ({self.measure})' if self.measure else ''}: "
@@ -196,7 +199,7 @@ class PruneReport:
 
     def __repr__(self) -> str:
         gap = "" if self.largest_gap is None else f", largest_gap={self.largest_gap:.2e}"
-        return f"PruneReport({len(self.layers)} layers, sparsity={self.sparsity:.4f}{gap}; print it for a summary)"
+        return f"PruneReport({counted(len(self.layers), 'layer')}, sparsity={self.sparsity:.4f}{gap}; print it for a summary)"
 
     def mean_error(self, which: str) -> float:
         """The mean over layers of one of a row's errors: "error_masked", "error_updated" or "error_stored".

@@ -16,6 +16,7 @@ from qprecon.contract.options import made_options
 from qprecon.grids import Grid, find_grid
 from qprecon.grids.on_grid import METHODS, Effort
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.settings.amount import DEFAULT_SPARSITY, check_amount
 from qprecon.llm.settings.fields import check_choice, check_options, option
 from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, default_preset, filled
 
@@ -25,7 +26,6 @@ COMPUTE_DTYPES = ("auto", "float32", "stored")
 ALLOCATIONS = ("uniform", "owl", "loss")
 REFINE = ("none", "block", "halves")
 QUANTIZE = ("none", "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4")
-DEFAULT_SPARSITY = 0.5
 
 AMOUNT, WEIGHTS, CALIBRATION, LAYERS, RUN = "how much, and which weights", "kept weights", "calibration", "layers", "the run"
 BITS = "bits"
@@ -192,13 +192,13 @@ class Recipe:
             object.__setattr__(self, name, value)
         check_options(self, Recipe)
         object.__setattr__(self, "solve_options", dict(self.solve_options or {}))
-        self._check_amount()
+        check_amount(self.sparsity, self.pattern)
         self._check_targets()
         self._check_bits()
 
     def _check_bits(self) -> None:
         if self.quantize != "none":
-            grid_asked(self.quantize, self.group_size)
+            self.grid()
             if self.refine != "none":
                 raise ValueError("refine trains weights off their grid, so that it contradicts quantize")
             if {"lower", "upper"} & self.solve_options.keys():
@@ -227,18 +227,6 @@ class Recipe:
             if name in ("drift", "residual") and self.damping == 0:
                 raise ValueError(f"{name} needs a damping above 0, e.g. 0.01")
 
-    def _check_amount(self) -> None:
-        named = [(f"pattern of {key!r}", value) for key, value in self.pattern.items()] if isinstance(self.pattern, Mapping) else []
-        for name, value in named or [("pattern", self.pattern), ("sparsity", self.sparsity)]:
-            if value is not None:
-                _check_pattern(name, value)
-        if self.pattern is None or self.sparsity is None:
-            return
-        # Other tools' recipes give a sparsity beside 2:4; then the pattern says it all.
-        patterns = self.pattern.values() if isinstance(self.pattern, Mapping) else [self.pattern]
-        if {Pattern.parse(each).fraction for each in patterns} != {Pattern.parse(self.sparsity).fraction}:
-            raise ValueError(f"sparsity {self.sparsity} contradicts pattern {self.pattern!r}: give one of them")
-
     @property
     def amount(self) -> Any:
         """The pattern asked for: of all layers, or a mapping."""
@@ -250,6 +238,11 @@ class Recipe:
     def amount_stated(self) -> bool:
         """Whether a sparsity or pattern was given; masks from outside are only held against one that was."""
         return self.pattern is not None or self.sparsity is not None
+
+    def grid(self, scale_dtype: str = "float32") -> Grid:
+        """The grid of `quantize` and `group_size`; ValueError for a size that it does not have."""
+        size: int | None | str = "default" if self.group_size is None else self.group_size or None
+        return find_grid(self.quantize, group_size=size, scale_dtype=scale_dtype)
 
     def without_effect(self) -> list[str]:
         """What was set although nothing reads it, each in a sentence."""
@@ -284,18 +277,5 @@ class Recipe:
         return {name: value for name, value in self.settings().items() if value != defaults.get(name, _plain_default(name))}
 
 
-def grid_asked(quantize: str, group_size: int | None, scale_dtype: str = "float32") -> Grid:
-    """The grid of the options `quantize` and `group_size`; ValueError for a size that it does not have."""
-    size: int | None | str = "default" if group_size is None else group_size or None
-    return find_grid(quantize, group_size=size, scale_dtype=scale_dtype)
-
-
 def _plain_default(name: str) -> Any:
     return {} if name.endswith("_options") else Recipe.__dataclass_fields__[name].default
-
-
-def _check_pattern(name: str, value: Any) -> None:
-    try:
-        Pattern.parse(value).check_some_kept()
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error

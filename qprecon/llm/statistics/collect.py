@@ -19,7 +19,7 @@ from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.experts import Routing
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.statistics.block_grams import BlockGrams
-from qprecon.llm.statistics.dense_outputs import Beside, DenseOutputs
+from qprecon.llm.statistics.dense_outputs import Beside, DenseOutputs, Silent
 from qprecon.llm.statistics.gram import Gram
 from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs, silenced
 
@@ -80,7 +80,7 @@ class _Pass:
     weights: TokenWeights
 
     def collected(self, keep_outputs: bool, share: bool, may_stop: bool) -> BlockGrams:
-        whole = keep_outputs or (self.beside is not None and bool(self.beside.silent))
+        whole = keep_outputs or (self.beside is not None and bool(self.beside.silent.layers))
         accumulator = _Accumulator(self.views, share, may_stop and not whole, self.weights, self.beside is not None, whole)
         routing = Routing(self.block)
         outputs: list[torch.Tensor] = []
@@ -99,7 +99,7 @@ class _Pass:
                         dense = self.run(beside.inputs, sample, accumulator.observe_dense, routing.replayed)
                         if returned is not None and dense is not None:
                             returned.add(sample, dense, accumulator.entered[self.views[0].name][1])
-                    if beside.silent:
+                    if beside.silent.layers:
                         accumulator.add_residual(self.views[0], output, dense)
                 accumulator.end_sample()
             for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
@@ -114,7 +114,8 @@ class _Pass:
             if routing is not None:
                 stack.enter_context(routing())
             stack.enter_context(observed_inputs(self.block, self.views, observe))
-            stack.enter_context(silenced([*(self.beside.silent if self.beside else ()), *idle]))
+            silent = self.beside.silent if self.beside else Silent()
+            stack.enter_context(silenced([*silent.layers, *idle], silent.modules))
             try:
                 return inputs.run(self.block, self.index, sample)
             except Enough:

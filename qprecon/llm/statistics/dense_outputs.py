@@ -14,19 +14,27 @@ from qprecon.llm.model.linears import LinearView
 
 
 @dataclass(frozen=True)
+class Silent:
+    """A layer and those that the block calls after it: with these silenced the block's output is the residual stream that the first
+    of them writes to. modules: those that return zeros then, as they hold nothing but such layers."""
+
+    layers: Sequence[LinearView] = ()
+    modules: Sequence[nn.Module] = ()
+
+
+@dataclass(frozen=True)
 class Beside:
     """The dense model's side of a block: what enters it, and the weights of its layers.
 
     held_out: how many samples, the last ones, are held out of the drift, for estimates of what it explains. silent: the one layer
-    whose matrices are wanted and those that the block calls after it, if the drift of the residual stream that it writes to is
-    wanted too: with these layers silenced the block's output is that stream. keep_outputs: whether to keep what the dense block
-    returns, where the silenced layer is its last.
+    whose matrices are wanted and those after it, if the drift of the residual stream is wanted too. keep_outputs: whether to keep
+    what the dense block returns, where the silenced layer is its last.
     """
 
     inputs: BlockInputs
     weights: DenseWeights
     held_out: int = 0
-    silent: Sequence[LinearView] = ()
+    silent: Silent = Silent()
     keep_outputs: bool = False
 
 

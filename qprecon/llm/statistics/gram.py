@@ -62,7 +62,7 @@ class Gram:
         self, x: torch.Tensor, dense: torch.Tensor, weights_T: torch.Tensor | None = None, *, held_out: bool = False
     ) -> None:
         """Add Σ s_t x_t (dense_t − x_t)ᵀ; both (…, N), of the same tokens in the same order. With `held_out`, keep rows instead."""
-        x_TN, delta_TN = x.reshape(-1, x.shape[-1]), (dense.float() - x.float()).reshape(-1, x.shape[-1])
+        x_TN, delta_TN = x.reshape(-1, x.shape[-1]), _difference(dense, x).reshape(-1, x.shape[-1])
         if held_out:
             every = slice(None, None, -(-len(x_TN) // HELD_ROWS))
             roots_R1 = 1.0 if weights_T is None else weights_T[every].float().sqrt().unsqueeze(1)
@@ -74,14 +74,13 @@ class Gram:
     def _cross(
         self, sum_NK: torch.Tensor | None, x: torch.Tensor, delta: torch.Tensor, weights_T: torch.Tensor | None
     ) -> torch.Tensor:
-        """`sum_NK` plus Σ s_t x_t delta_tᵀ; delta is float32 and may be changed."""
+        """`sum_NK` plus Σ s_t x_t delta_tᵀ; delta is float32."""
         x_TN, delta_TK = x.reshape(-1, x.shape[-1]), delta.reshape(-1, delta.shape[-1])
-        if weights_T is not None:
-            delta_TK = delta_TK.mul_(weights_T.float().unsqueeze(1))
         if sum_NK is None:
             sum_NK = torch.zeros(x_TN.shape[1], delta_TK.shape[1], dtype=torch.float32, device=x.device)
-        if is_wide(x_TN, sum_NK) and x.dtype == torch.bfloat16:  # float16 has not the range for small differences
-            delta_TK = delta_TK.to(x.dtype)
+        # float16 has not the range for small differences
+        dtype = x.dtype if is_wide(x_TN, sum_NK) and x.dtype == torch.bfloat16 else torch.float32
+        delta_TK = delta_TK.to(dtype) if weights_T is None else _times(delta_TK, weights_T, dtype)
         add_cross(sum_NK, x_TN, delta_TK)
         return sum_NK
 
@@ -89,7 +88,7 @@ class Gram:
         self, x: torch.Tensor, stream: torch.Tensor, dense: torch.Tensor, weights_T: torch.Tensor | None = None
     ) -> None:
         """Add Σ s_t x_t (dense_t − stream_t)ᵀ; x is (…, N), the two others (…, K), of the same tokens."""
-        self.residual_NK = self._cross(self.residual_NK, x, dense.float() - stream.float(), weights_T)
+        self.residual_NK = self._cross(self.residual_NK, x, _difference(dense, stream), weights_T)
 
     def accumulate(self, x_TN: torch.Tensor) -> None:
         """One product, of the upper panels only where H is large."""
@@ -109,5 +108,15 @@ class Gram:
 
 def scaled_rows(x_TN: torch.Tensor, factors_T: torch.Tensor) -> torch.Tensor:
     """Each row times its factor, computed in float32; in bfloat16 where x is, whose range suffices, else float32."""
-    scaled_TN = x_TN * factors_T.float().unsqueeze(1)
-    return scaled_TN.to(x_TN.dtype) if x_TN.dtype == torch.bfloat16 else scaled_TN
+    wide = torch.promote_types(x_TN.dtype, torch.float32)
+    return _times(x_TN, factors_T, x_TN.dtype if x_TN.dtype == torch.bfloat16 else wide)
+
+
+def _times(x_TN: torch.Tensor, factors_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each row times its factor, computed in float32 at least and written in `dtype`: one pass over memory on a GPU."""
+    return torch.mul(x_TN, factors_T.float().unsqueeze(1), out=torch.empty(x_TN.shape, dtype=dtype, device=x_TN.device))
+
+
+def _difference(dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dense − x of their float32 numbers."""
+    return dense.to(torch.float32, copy=True).sub_(x if x.element_size() == 2 else x.float())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,8 +59,8 @@ def identity(x: torch.Tensor) -> tuple:
 
 
 @contextmanager
-def silenced(views: Sequence[LinearView]) -> Iterator[None]:
-    """While open, these layers, none of which is an expert's, return zeros and compute nothing."""
+def silenced(views: Sequence[LinearView], modules: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """While open, these layers, none of which is an expert's, return zeros and compute nothing, and so do modules (`idle_with`)."""
 
     def zeros(x: torch.Tensor, width: int) -> torch.Tensor:
         return x.new_zeros(*x.shape[:-1], width)
@@ -67,33 +68,67 @@ def silenced(views: Sequence[LinearView]) -> Iterator[None]:
     try:
         for view in views:
             view.module.forward = partial(zeros, width=view.n_outputs)
+        for module in modules:
+            module.forward = lambda *args, **kwargs: torch.zeros_like(next(iter((*args, *kwargs.values()))))
         yield
     finally:
-        for view in views:
-            view.module.__dict__.pop("forward", None)
+        for module in (*(view.module for view in views), *modules):
+            module.__dict__.pop("forward", None)
 
 
-def writes_to_stream(
+def idle_with(
     block: nn.Module, view: LinearView, later: Sequence[LinearView], inputs: BlockInputs, index: int
-) -> bool:
-    """Whether what the layer returns is added to the residual stream as it is: the block's output with the layers called later
+) -> list[str] | None:
+    """None unless what the layer returns is added to the residual stream as it is: the block's output with the layers called later
     silenced is then what it is without this layer, plus what this layer returns. Looked up with the first sample.
+
+    Otherwise the names in the block of modules that can be silenced with those later layers, as they hold nothing else: a gated MLP
+    of zeros makes four passes over memory of several times the hidden state.
     """
     if any(each.expert is not None or "forward" in vars(each.module) for each in (view, *later)):
-        return False
+        return None
     returned: list[torch.Tensor] = []
-    handle = view.module.register_forward_hook(lambda module, args, output: returned.append(output))
-    try:
+    silent: dict[str, bool] = {}  # name of a module -> whether every call of it returned zeros
+    with ExitStack() as stack:
+        handle = view.module.register_forward_hook(lambda module, args, output: returned.append(output))
+        stack.callback(handle.remove)
+        for name, module in _made_of(block, later):
+            stack.callback(module.register_forward_hook(_notes_zeros(name, silent), with_kwargs=True).remove)
         with torch.no_grad(), silenced(later):
             whole = inputs.run(block, index, 0)
-    finally:
-        handle.remove()
+    idle = [name for name, always in silent.items() if always]
     if len(returned) != 1 or returned[0].shape != whole.shape:
-        return False
-    with torch.no_grad(), silenced([view, *later]):
+        return None
+    with torch.no_grad(), silenced([view, *later], [block.get_submodule(name) for name in idle]):
         stream = inputs.run(block, index, 0)
     away = (stream.float() + returned[0].float() - whole.float()).norm()
-    return bool(returned[0].norm() > 0) and bool(away <= 4 * torch.finfo(whole.dtype).eps * whole.float().norm())
+    writes = bool(returned[0].norm() > 0) and bool(away <= 4 * torch.finfo(whole.dtype).eps * whole.float().norm())
+    return idle if writes else None
+
+
+def _made_of(block: nn.Module, views: Sequence[LinearView]) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules in the block that have parameters of these layers and no others, and are no such layer themselves."""
+    layers = {id(view.module) for view in views}
+    own = {id(parameter) for view in views for parameter in view.module.parameters()}
+    found: list[str] = []
+    for name, module in block.named_modules():
+        parameters = {id(parameter) for parameter in module.parameters()}
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if name and parameters and parameters <= own and id(module) not in layers and not inside and "forward" not in vars(module):
+            found.append(name)
+            yield name, module
+
+
+def _notes_zeros(name: str, into: dict[str, bool]) -> Callable:
+    """A hook that notes whether the module returned nothing but zeros, of the shape and dtype of what it was given first."""
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        x = next(iter((*args, *kwargs.values())), None)
+        tensors = isinstance(output, torch.Tensor) and isinstance(x, torch.Tensor)
+        zeros = tensors and (output.shape, output.dtype) == (x.shape, x.dtype) and not bool(output.any())
+        into[name] = zeros and into.get(name, True)
+
+    return after
 
 
 def sublayers(block: nn.Module, views: Sequence[LinearView], inputs: BlockInputs, index: int) -> list[list[LinearView]]:

@@ -15,9 +15,10 @@ from qprecon.llm.model.linears import LinearView
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.collect import Beside, collect_grams
+from qprecon.llm.statistics.dense_outputs import Silent
 from qprecon.llm.statistics.gradients import Source
 from qprecon.llm.statistics.loss_weights import LossGradients
-from qprecon.llm.statistics.observe import sublayers, writes_to_stream
+from qprecon.llm.statistics.observe import idle_with, sublayers
 from qprecon.llm.statistics.over_ranks import summed_grams
 from qprecon.llm.statistics.target import AUTO, held_out
 
@@ -103,12 +104,12 @@ class Statistics:
 
     def _wanted(
         self, block: nn.Module, index: int, views: Sequence[LinearView]
-    ) -> tuple[Sequence[LinearView], Mapping[str, Sequence[torch.Tensor]]]:
-        """The layers to be silenced for the drift of the residual stream, and token weights."""
-        return self._silent(block, index, views) if self.residual else (), self._token_weights(views)
+    ) -> tuple[Silent, Mapping[str, Sequence[torch.Tensor]]]:
+        """What is to be silenced for the drift of the residual stream, and token weights."""
+        return self._silent(block, index, views) if self.residual else Silent(), self._token_weights(views)
 
     def _collected(
-        self, block: nn.Module, index: int, views: Sequence[LinearView], silent: Sequence[LinearView],
+        self, block: nn.Module, index: int, views: Sequence[LinearView], silent: Silent,
         weights: Mapping[str, Sequence[torch.Tensor]], samples: range,
     ) -> BlockGrams:  # fmt: skip
         """From some of this rank's samples."""
@@ -122,11 +123,11 @@ class Statistics:
             weights = {name: parts[samples.start : samples.stop] for name, parts in weights.items()}
         return collect_grams(block, views, inputs, index, keep_outputs=self.on_dense, beside=beside, weights=weights)
 
-    def _keeps_dense(self, block: nn.Module, index: int, silent: Sequence[LinearView]) -> bool:
+    def _keeps_dense(self, block: nn.Module, index: int, silent: Silent) -> bool:
         """Whether the pass for the block's last layer leaves the dense stream's outputs, which takes memory for them beside the
         inputs. Where routers are replayed, they are others."""
         roomy = self.pruned.store == self.pruned.device
-        return len(silent) == 1 and roomy and not self.beside and index + 1 < len(self.pruned.calls) and not routers(block)
+        return len(silent.layers) == 1 and roomy and not self.beside and index + 1 < len(self.pruned.calls) and not routers(block)
 
     def _pass_dense(self, grams: BlockGrams, samples: range, index: int) -> None:
         """These samples of the dense stream are through the block, where its outputs came up."""
@@ -158,14 +159,14 @@ class Statistics:
             return None
         return next(iter(self.gradients.weights(self.groups[-1], self.token_power, self.pruned.device).values()), None)
 
-    def _silent(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Sequence[LinearView]:
-        """A layer that writes to the residual stream, and the layers after it; empty for other layers."""
+    def _silent(self, block: nn.Module, index: int, views: Sequence[LinearView]) -> Silent:
+        """A layer that writes to the residual stream, and the layers after it; nothing for other layers."""
         if len(views) != 1:
-            return ()
+            return Silent()
         now = next(i for i, group in enumerate(self.groups) if views[0] in group)
         later = [view for group in self.groups[now + 1 :] for view in group]
-        writes = self.ranks.decided(lambda: writes_to_stream(block, views[0], later, self.pruned, index))
-        return [*views, *later] if writes else ()
+        idle = self.ranks.decided(lambda: idle_with(block, views[0], later, self.pruned, index))
+        return Silent() if idle is None else Silent((*views, *later), [block.get_submodule(name) for name in idle])
 
     def _token_weights(self, views: Sequence[LinearView]) -> Mapping[str, Sequence[torch.Tensor]]:
         if self.gradients is None or not self._weighted:

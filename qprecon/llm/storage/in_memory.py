@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -63,24 +63,21 @@ class MemoryBlocks:
 
     @contextmanager
     def opened(self, index: int, *, dense: bool = False, then: Sequence[int] | None = None) -> Iterator[nn.Module]:
-        """While open, the block is on the device; it goes back to where it was."""
+        """While open, the block is on the device; it goes back to where it was, also if there is no room for all of it."""
         module = self.blocks[index].module
         home = next(module.parameters()).device
-        if self.compute is not None:
-            with placed(module.modules(), self.device, self.compute, changed=True):
-                yield module
-            module.to(home)  # adapters that it was given
-            return
-        if home == self.device:
+        if self.compute is None and home == self.device:
             yield module
             return
-        with self.log.phase("move"):
-            module.to(self.device)
-        try:
-            yield module
-        finally:
+        with ExitStack() as back:
             with self.log.phase("move"):
-                module.to(home)
+                back.enter_context(placed(module.modules(), self.device, self.compute, changed=True))
+            try:
+                yield module
+            finally:
+                with self.log.phase("move"):
+                    back.close()
+                    module.to(home)  # adapters that it was given
 
     @contextmanager
     def outside(self) -> Iterator[None]:

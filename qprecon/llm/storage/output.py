@@ -19,7 +19,7 @@ import torch
 
 from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError
-from qprecon.files import read_json, temporary, writing
+from qprecon.files import local_path, read_json, temporary, writing
 from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
@@ -93,8 +93,8 @@ def check_apart(model: Any, out: str | Path) -> None:
     """ValueError if `out` is the folder of a model that is read, or lies in it."""
     if not isinstance(model, str | Path):
         return
-    own = Path(os.path.expanduser(model)).resolve()
-    if own == (out := Path(os.path.expanduser(out)).resolve()):
+    own = local_path(model).resolve()
+    if own == (out := local_path(out).resolve()):
         raise ValueError(f"out is the model's own folder, {out}; choose another")
     if own.is_dir() and own in out.parents:
         raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
@@ -138,7 +138,7 @@ def _save_generation(model: Any, folder: Path, source: Path | None) -> None:
 
 
 def _followed(out: str | Path) -> Path:
-    path = Path(os.path.realpath(Path(os.path.expanduser(out))))
+    path = Path(os.path.realpath(local_path(out)))
     if any(part.is_symlink() for part in (path, *path.parents)):  # a ring is all that realpath leaves
         raise FileExistsError(f"output {out} is a link that leads back to itself")
     return path

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.memory import device_out_of_memory
 from qprecon.grids.formats import Fitted
 from qprecon.llm.calibration.capture import capture_inputs, firsts
-from qprecon.llm.calibration.memory import fetched, windows_together
+from qprecon.llm.calibration.memory import fetched, there_or_on_host, windows_together
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.lowbit.compressed import low_bit_facts, packed_tensors
 from qprecon.llm.masks.packed import Packed
@@ -84,11 +85,7 @@ class DiskBlocks:
         outside = [name for name in self._names(None) if name.rpartition(".")[0] in needed]
         names = [*outside, *(name for index in firsts(self.blocks) for name in self._names(index))]
         try:
-            try:
-                fill(self.model, self._read(self.shards, names, self.device))
-            except torch.cuda.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                fill(self.model, self._read(self.shards, names, torch.device("cpu")))
+            fill(self.model, there_or_on_host(self.device, partial(self._read, self.shards, names)))
             check_finite(self.model.named_parameters())
             batch = windows_together(self.model, samples, self.device, most)
             inputs = capture_inputs(
@@ -116,10 +113,10 @@ class DiskBlocks:
         if self.device.type == "cuda":
             for tensor in tensors.values():
                 tensor.record_stream(torch.cuda.current_stream(self.device))  # the reader made it in a stream of its own
-        fill(self.model, tensors)
         module = self.blocks[index].module
-        move_buffers(module.modules(), self.device)
         try:
+            fill(self.model, tensors)
+            move_buffers(module.modules(), self.device)
             check_weights(self.blocks[index])
             yield module
         finally:
@@ -213,7 +210,10 @@ class DiskBlocks:
         try:
             if pending is not None:
                 return pending.result()
-        except torch.cuda.OutOfMemoryError:  # while the block before was at its largest; now there is room
+        except RuntimeError as error:
+            if not device_out_of_memory(error):
+                raise
+        if pending is not None:  # memory ran out while the block before was at its largest; now there is room
             torch.cuda.empty_cache()
         return self._load(index, dense)
 

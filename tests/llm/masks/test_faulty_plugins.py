@@ -155,7 +155,7 @@ def test_a_mask_that_misses_the_pattern_is_said(mask, fault, reached, pattern):
 def test_only_the_layers_that_miss_it_are_said(mask):
     mask("mask[:] = mask if 'k_proj' not in layer.name else True")
     report, _ = prune()
-    assert {row.name.rpartition(".")[2] for row in report.layers if row.note} == {"k_proj"}
+    assert {row.name.rpartition(".")[2] for row in report.layers if row.off_pattern} == {"k_proj"}
     assert any("3 of 21 layers" in warning for warning in report.warnings)
 
 

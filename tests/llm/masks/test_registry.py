@@ -73,6 +73,7 @@ def test_a_broken_one_is_an_error_only_for_who_asks_for_it(install):
     for name, culprit in (("shattered", "ZeroDivisionError"), ("odd", "not a qprecon Selector")):
         with pytest.raises(PluginBrokenError, match=f"{name}.*{culprit}"):
             get_selector(name)
+    assert set(selectors()) == {*SELECTORS, "hollow"}  # what can be loaded, as `backends()`; hollow's module is not looked for yet
     with pytest.raises(PluginBrokenError, match="hollow.*no_such_module"):
         prune_model(build("llama"), tokens(2), mask="hollow", progress=False)
     with pytest.raises(ValueError, match="unknown mask 'hollo'; did you mean 'hollow'"):

@@ -96,6 +96,10 @@ def test_what_is_asked_of_the_layers(recipe, asked, stated):
         (dict(sparsity=0.6, pattern="2:4"), ("0.6", "'2:4'")),
         (dict(sparsity="0,5"), ("0,5",)),
         (dict(pattern={"mlp": "3:2"}), ("3:2",)),
+        (dict(pattern={}), ("pattern", "{}")),
+        (dict(pattern={"mlp": "2:4", "attn": None}), ("'attn'", "None")),
+        (dict(pattern={"mlp": "2:4", "attn": "1:4"}, sparsity=0.5), ("0.5", "1:4")),
+        (dict(pattern={"mlp": "2:4"}, sparsity=1.0), ("sparsity",)),
         (dict(mask_options=["a"]), ("mask_options",)),
     ],
 )

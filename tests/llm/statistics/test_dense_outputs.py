@@ -10,6 +10,7 @@ from qprecon.llm import prune_model
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.linears import find_linears
 from qprecon.llm.statistics import dense_outputs, target
+from qprecon.llm.statistics.observe import idle_with, sublayers
 from qprecon.llm.statistics.statistics import Statistics
 from tests.llm.families import build, tokens
 from tests.llm.statistics.test_gram import prepared
@@ -81,6 +82,34 @@ def test_how_many_products_a_preset_makes(preset, monkeypatch):
             prune_model(model, tokens(count), preset=preset, backend="cholesky", progress=False)
         found.append({name.rpartition(".")[2]: number for name, number in calls.items() if name})
     assert {name: found[1][name] - number for name, number in found[0].items()} == PRODUCTS[preset]
+
+
+def test_a_silenced_mlp_makes_no_passes_over_memory(monkeypatch):
+    """Its activation is called in one pass less for each stream, and weights are the same bits."""
+    found = []
+    for looks in (True, False):
+        calls, model = [], build("llama")
+        model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *args: calls.append(1))  # noqa: B023
+        with monkeypatch.context() as patch:
+            if not looks:
+                patch.setattr("qprecon.llm.statistics.observe._made_of", lambda *args: [])
+            prune_model(model, tokens(6), **SETTINGS)
+        found.append((model, len(calls)))
+    (model, calls), (other, calls_before) = found
+    assert alike(model, other)
+    assert calls == calls_before - 2 * 6 - 1  # and where it is looked up
+
+
+@pytest.mark.parametrize(
+    "family, names",
+    [("llama", ["mlp"]), ("gemma3", None), ("gpt2", ["mlp"]), ("phi3", ["mlp"]), ("opt", [])],
+)
+def test_what_is_silenced_as_a_whole(family, names):
+    """Gemma's norm behind the layer keeps it from writing to the stream; OPT's layers lie in the block itself."""
+    _, block, views, inputs = prepared(family)
+    groups = sublayers(block.module, views, inputs, 0)
+    later = [view for group in groups[2:] for view in group]
+    assert len(groups[1]) == 1 and idle_with(block.module, groups[1][0], later, inputs, 0) == names
 
 
 def test_two_streams_share_their_first_hidden_states():

@@ -13,7 +13,7 @@ from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.linears import find_linears
 from qprecon.llm.statistics import gram
 from qprecon.llm.statistics.collect import collect_grams
-from qprecon.llm.statistics.gram import Gram
+from qprecon.llm.statistics.gram import Gram, scaled_rows
 from tests.llm.families import FUSED, build, tokens
 
 fused_only = pytest.mark.skipif(not FUSED, reason="experts are fused in transformers 5")
@@ -295,3 +295,17 @@ def test_a_layer_that_is_given_anothers_output_later_gets_what_that_computes():
     second = [block.first(each).detach() if number == 2 else each for number, each in enumerate(x)]
     for view, given in zip(views, (x, second), strict=True):
         torch.testing.assert_close(found.hessian(view), sum(each.T @ each for each in given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_rows_are_scaled_and_subtracted_in_float32_and_rounded_once(dtype):
+    """Written at once in the dtype that is wanted, not in float32 first; nothing that is given is changed."""
+    torch.manual_seed(0)
+    x_TN, dense_TN, factors_T = torch.randn(9, 7).to(dtype), torch.randn(9, 7).to(dtype), torch.rand(9).double()
+    given = x_TN.clone(), dense_TN.clone()
+    wide = x_TN * factors_T.float().unsqueeze(1)
+    scaled, difference = scaled_rows(x_TN, factors_T), gram._difference(dense_TN, x_TN)
+    assert scaled.dtype == (dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32))
+    assert torch.equal(scaled, wide.to(scaled.dtype))
+    assert difference.dtype == torch.float32 and torch.equal(difference, dense_TN.float() - x_TN.float())
+    assert torch.equal(x_TN, given[0]) and torch.equal(dense_TN, given[1])
