@@ -66,16 +66,14 @@ def _batches(rows: list[Row], most: int | None, tokens: int) -> Iterator[list[Ro
 
 def _read(logits: torch.Tensor, batch: list[Row], requests: Sequence[Request]) -> Iterator[tuple[int, float, bool]]:
     """The answers of a batch's requests from its logits (rows, length, vocabulary)."""
-    numbers, row_of, position_of, target, request_of = [], [], [], [], []
-    for row, (tokens, members) in enumerate(batch):
-        for number in members:
-            continuation = requests[number][1]
-            row_of += [row] * len(continuation)
-            position_of += range(len(tokens) - len(continuation), len(tokens))
-            target += continuation
-            request_of += [len(numbers)] * len(continuation)
-            numbers.append(number)
-    rows, positions, targets, owners = torch.tensor([row_of, position_of, target, request_of], device=logits.device)
+    members = [(number, row, len(tokens)) for row, (tokens, sharing) in enumerate(batch) for number in sharing]
+    numbers = [number for number, _, _ in members]
+    read_from = [
+        (row, position, target, owner)
+        for owner, (number, row, end) in enumerate(members)
+        for position, target in enumerate(requests[number][1], start=end - len(requests[number][1]))
+    ]
+    rows, positions, targets, owners = torch.tensor(read_from, device=logits.device).T
     read = logits[rows, positions].float()
     chosen = read.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
     missed = (read.argmax(-1) != targets).float()

@@ -150,7 +150,7 @@ def _adapter(bar: bool, rows: int | None) -> type:
     """lm-eval's model of transformers with likelihoods from `log_likelihoods`, its bar only where asked for, and with what it
     tokenised a moment ago remembered."""
     from lm_eval.models.huggingface import HFLM
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Adapter(HFLM):
         @functools.cached_property
