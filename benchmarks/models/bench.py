@@ -35,9 +35,8 @@ from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
 from qprecon.llm.model.loading import choose_device, load_causal_lm, load_tokenizer
 
 WINDOWS = 60  # of C4, and of code
-# Entries of the logits of one batch: 2 GB of 16 bits in perplexities; in tasks lm-eval has two float32 copies, 16 GB, of prompts of
-# 1,024 tokens. A vocabulary of 262,144 words has 34 GB of 32 windows otherwise, and processes may share a card.
-_ENTRIES, _TASK_ENTRIES, _TASK_TOKENS = 1 << 30, 1 << 31, 1024
+# Numbers in the logits of one batch of perplexities: 2 GB of 16 bits.
+_ENTRIES = 1 << 30
 # By model type and width: folders made from a GGUF don't hold the model's usual name.
 NAMES = {("llama", 576): "smollm2-135m", ("gemma3_text", 640): "gemma-3-270m", ("qwen2", 896): "qwen2.5-coder-0.5b"}
 
@@ -115,8 +114,7 @@ class Bench:
         if not self.tasks:
             return {}
         folder, limit = self.arguments.data / "tasks", self.arguments.task_limit
-        batch = max(1, min(32, _TASK_ENTRIES // (_TASK_TOKENS * self.vocabulary)))
-        how = {"data_dir": folder, "tokenizer": self.tokenizer, "batch_size": batch, "limit": limit}
+        how = {"data_dir": folder, "tokenizer": self.tokenizer, "limit": limit}
         try:
             with in_float32(self.model), tf32():
                 return {"accuracy": figures(evaluate_tasks(self.model, self.tasks, **how))}
