@@ -15,7 +15,7 @@ import datetime
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_texts import CALIBRATION, CODE, EVALUATION, describe_code, file_name, read
-from benchmarks.models.paper import figures, tf32, versions
+from benchmarks.models.rows import figures, put_back, tf32, versions
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration.windows import cut_windows
 from qprecon.llm.evaluation.local_tasks import local_file
@@ -64,10 +64,8 @@ class Bench:
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().num_embeddings
 
-    @torch.no_grad()
     def restore(self) -> None:
-        for parameter, dense in zip(self.model.parameters(), self.dense, strict=True):
-            parameter.copy_(dense)
+        put_back(self.model, self.dense)
 
     def windows(self, text: str) -> torch.Tensor:
         """All windows of a text, (S, L); tokenised once, kept in --cache if there is one."""
@@ -187,6 +185,28 @@ def result(bench: Bench, case: Any, seconds: float) -> dict:
         "date": datetime.date.today().isoformat(), "versions": versions(),
         **({"code": {part: describe_code(part) for part in parts}} if parts else {}),
     }  # fmt: skip
+
+
+def measure_all(bench: Bench, cases: Sequence[Any], is_done: Callable[[Any], bool], measure: Callable[[Any], Iterable[str]]) -> int:
+    """Measure the cases that are not done, until the budget is spent; how many failed.
+
+    `measure` adds a case's rows to the results, and gives a line to print for each as it is added.
+    """
+    failed, started = 0, time.perf_counter()
+    for case in cases:
+        if is_done(case):
+            continue
+        if bench.arguments.budget and time.perf_counter() - started > bench.arguments.budget:
+            print(f"stopped before {case}: the budget is spent", flush=True)
+            break
+        try:
+            for line in measure(case):
+                print(f"{time.perf_counter() - started:6.1f} s  {line}", flush=True)
+        except Exception:  # the other cases are still wanted; the run ends with exit code 1
+            traceback.print_exc()
+            print(f"FAILED {case}", flush=True)
+            failed += 1
+    return failed
 
 
 def card(bench: Bench) -> str:
