@@ -1,6 +1,7 @@
 """Values of options against the types that their declarations name, for backends and mask selectors alike.
 
-They come from recipes and command lines too, where a number may be misspelt: without this, arithmetic somewhere fails on text.
+Values also come from recipes and command lines, where a number may be misspelt. Without this check, arithmetic would fail on text
+later.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _PLURALS = {bool: "truth values", int: "whole numbers", float: "numbers", str: "
 
 
 def check_values(owner: str, values: Mapping[str, Any], declared_in: Any) -> None:
-    """ValueError, naming `owner` and the option, for a value that is not of its type.
+    """ValueError, naming `owner` and the option, for a value of the wrong type.
 
-    `declared_in`: the class or function whose annotations are the types; what they do not name is not checked.
+    `declared_in`: the class or function whose annotations give the types; options without an annotation are not checked.
     """
     if not values:
         return
@@ -64,7 +65,7 @@ def option_names(kind: type | None) -> list[str]:
 
 
 def as_number(value: Any, name: str, wanted: str = "a number") -> float:
-    """An argument as a float; ValueError, naming it and what is ``wanted``, if it is text or nothing that ``float`` takes."""
+    """An argument as a float; ValueError, naming it and what is ``wanted``, if it is text or ``float`` refuses it."""
     try:
         if not isinstance(value, str | bytes):
             return float(value)
@@ -74,12 +75,12 @@ def as_number(value: Any, name: str, wanted: str = "a number") -> float:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is an integer, numpy's included; truth values are none."""
+    """Whether it is an integer, numpy's included; booleans do not count."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, numpy's included; truth values are none."""
+    """Whether it is a real number, numpy's included; booleans do not count."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

@@ -123,7 +123,7 @@ def backends() -> dict[str, Backend]:
 
 
 def _listed() -> tuple[dict[str, Backend], dict[str, str]]:
-    """All that can be loaded, by name, and of the others what is wrong, by what they are called in a list."""
+    """Records that can be loaded, by name; and for the others what is wrong, by the name that they have in a list."""
     found, wrong = plugins.loaded_records(_entry_points(), Backend, "backend", BackendBrokenError)
     return {record.name: record for record in BUILT_IN} | found, wrong
 
@@ -163,11 +163,11 @@ def find(name: str) -> Backend:
     Raises:
         UnknownBackendError: no such backend; the message names the nearest.
     """
-    for record in BUILT_IN:  # without a look at every installed distribution's entry points, which costs milliseconds
+    for record in BUILT_IN:  # entry points are not looked up, which would cost milliseconds
         if record.name == name:
             return record
     entries = _entry_points()
-    if (entry := entries.get(name)) is not None:  # only this one is loaded: a broken third party stops nobody else
+    if (entry := entries.get(name)) is not None:  # only this one is loaded, so that another, broken one does no harm
         return _record(entry)
     known = [*(record.name for record in BUILT_IN), *entries.found]
     near = difflib.get_close_matches(str(name), known, n=1)

@@ -184,7 +184,7 @@ class Fitted:
         return self.scale_GK if self.whole == 1.0 else round_to_dtype(self.scale_GK / self.whole, "float32")
 
     def mapped(self, change: Callable[..., Array], *others: Fitted) -> Fitted:
-        """The same grid with what ``change`` makes of the scales, and of the zero points, of this one and the others."""
+        """The same grid; scales, and zero points, are ``change`` of those of this one and of the others."""
         zeros = [fitted.zero_GK for fitted in (self, *others)]
         zero_GK = None if self.zero_GK is None else change(*zeros)
         return replace(self, scale_GK=change(self.scale_GK, *(fitted.scale_GK for fitted in others)), zero_GK=zero_GK)

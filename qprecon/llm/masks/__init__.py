@@ -120,7 +120,7 @@ class Selector:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is one of qprecon's own, which are trusted."""
+        """Whether it is one of qprecon's own, whose results are not checked."""
         return SELECTORS.get(self.name) is self
 
     def as_mask(self, value: Any, layer: LayerData) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Selector:
                 f"mask {self.name!r}, layer {layer.name!r}: the mask has shape {tuple(mask_NK.shape)}, not "
                 f"{tuple(layer.weights_NK.shape)} (inputs, outputs)"
             )
-        return mask_NK.to(layer.weights_NK.device, copy=True)  # its maker may fill the same tensor again for the next layer
+        return mask_NK.to(layer.weights_NK.device, copy=True)  # the caller may reuse the same tensor for the next layer
 
     def _checked(self, found: Any, layer: LayerData, what: str) -> Selection:
         """What a third party's `select` returned, as it should be."""

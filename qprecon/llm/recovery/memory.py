@@ -1,4 +1,4 @@
-"""What a run needs of memory, worked out before it starts, and what is chosen so that it fits."""
+"""How much memory a run needs, estimated before it starts, and the choices that make it fit."""
 
 from __future__ import annotations
 

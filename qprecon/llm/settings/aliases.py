@@ -1,4 +1,4 @@
-"""The words for settings: what command lines, files and `prune_model`'s keywords may say, and what is meant by them."""
+"""Other words for settings, which command lines, files and `prune_model`'s keywords may use, and what they mean."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALIASES = {alias: each.name for of in (Run, Recipe) for each, known in options(o
 
 
 def meant(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
-    """The end of a message about an unknown word: what it is called here, the nearest known one, or all."""
+    """The end of a message about an unknown word: its name here, the nearest known word, or all of them."""
     if word in ALIASES:
         return f"; here that is {ALIASES[word]!r}"
     return nearest(word.lower().replace("-", "_"), known) or f"; known: {', '.join(known)}"

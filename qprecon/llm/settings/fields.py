@@ -1,4 +1,4 @@
-"""Options: dataclass fields that carry their help and limits, from which keywords, flags, keys of files and documentation are made.
+"""Options: dataclass fields with help and limits. Keywords, flags, keys of files and documentation are made from them.
 
 Free of torch, so that `--help` is quick.
 """
@@ -69,7 +69,8 @@ def flag_of(name: str, known: Option) -> str:
 
 
 def check_options(values: Any, kind: type, what: str = "recipe") -> None:
-    """ValueError for a value of the dataclass `kind`, called `what`, that is of the wrong type, no choice, or too small."""
+    """ValueError for a value of the dataclass `kind` (called `what`) that has the wrong type, is not among the choices, or is too
+    small."""
     for each, known in options(kind):
         value = getattr(values, each.name)
         if value != each.default:
