@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_texts import CALIBRATION, CODE, EVALUATION, describe_code, file_name, read
-from benchmarks.models.rows import figures, put_back, tf32, versions
+from benchmarks.rows import figures, put_back, tf32, versions
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration.windows import cut_windows
 from qprecon.llm.evaluation.local_tasks import local_file

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen
 from benchmarks.models.bench import Bench, add_protocol, card, measure_all, open_bench, pruned, result
-from benchmarks.models.rows import Results
+from benchmarks.rows import Results
 from qprecon.grids import find_grid
 from qprecon.llm.lowbit.adapter import remove_adapters
 

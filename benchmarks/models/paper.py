@@ -38,7 +38,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.paper_rows import DAMPING, DENSE, LEARNED, SCORED, Row, chosen, reference
-from benchmarks.models.rows import Results, describe, figures, put_back, tf32, versions
+from benchmarks.rows import Results, describe, figures, put_back, tf32, versions
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.texts import load_texts

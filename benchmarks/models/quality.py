@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_cases import DENSE, Case, chosen, ladder
 from benchmarks.models.bench import Bench, add_protocol, card, measure_all, open_bench, pruned, result, wait
-from benchmarks.models.rows import Results
+from benchmarks.rows import Results
 from qprecon.llm.model.loading import load_causal_lm
 
 

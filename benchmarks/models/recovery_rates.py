@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_cases import Case
 from benchmarks.models.bench import Bench, add_protocol, card, open_bench, pruned, wait
-from benchmarks.models.rows import Results, put_back, versions
+from benchmarks.rows import Results, put_back, versions
 from qprecon.llm import RecoveryReport, recover
 from qprecon.llm.model.loading import load_causal_lm
 

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.models.quality import NAMES
-from benchmarks.models.rows import Results
+from benchmarks.rows import Results
 from qprecon.llm import prune_model
 from qprecon.llm.model.loading import load_config
 

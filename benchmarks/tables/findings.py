@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.pages import RESULTS, load, rows_of, table
 from benchmarks.tables import paper
-from benchmarks.tables.pages import RESULTS, load, rows_of, table
 
 PAPER = """\
 - Optimal weights fit the calibration data, so they need some. With one window Wanda's own weights are better ({one_own}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.tables.pages import load, rows_of, table
+from benchmarks.pages import load, rows_of, table
 
 Row = dict[str, Any]
 PATTERNS = ("50%", "60%", "70%", "2:4")

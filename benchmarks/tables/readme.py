@@ -13,46 +13,46 @@ from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from benchmarks.tables import findings, layers, models, quality, speed
-from benchmarks.tables.pages import rewrite
+from benchmarks.pages import rewrite
+from benchmarks.tables import findings, quality, seconds, speed
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"presets": quality.presets, "models": models.models},
+    "README.md": {"presets": quality.presets, "models": seconds.models},
     "docs/results.md": {
         "presets, other models": quality.others,
         "quality": functools.partial(quality.methods, "smollm2-135m"),
         "quality, Gemma": functools.partial(quality.methods, "gemma-3-270m"),
     },
-    "docs/index.md": {"demo": models.demo},
+    "docs/index.md": {"demo": seconds.demo},
     "docs/reproducing.md": {
         "findings": findings.paper_findings,
         "ladder": quality.ladder,
         "calibrations": quality.calibrations,
     },
-    "docs/llm/pruning.md": {"costs": models.costs},
+    "docs/llm/pruning.md": {"costs": seconds.costs},
     "docs/llm/recovery.md": {"rates": findings.rates},
     "docs/llm/low_bit.md": {"rounding costs": findings.rounding_costs},
     "docs/backends.md": {
         "bounded": findings.bounded_badly_conditioned,
         "active sets": findings.active_sets,
-        "few-tokens": layers.few_tokens,
+        "few-tokens": seconds.few_tokens,
     },
     "docs/performance.md": {
-        "models": models.models,
-        "phases": models.phases,
-        "layers": layers.layers,
+        "models": seconds.models,
+        "phases": seconds.phases,
+        "layers": seconds.layers,
         "tried": speed.tried,
         "kept": speed.kept,
         "block": speed.block,
         "recorded": speed.recorded,
         "whole": speed.whole,
-        "real": layers.real_layers,
-        "masks": layers.selection,
-        "repeated": layers.repeated,
-        "cpu": layers.cpu,
+        "real": seconds.real_layers,
+        "masks": seconds.selection,
+        "repeated": seconds.repeated,
+        "cpu": seconds.cpu,
         "cpu changes": findings.cpu_changes,
         "cpu whole": findings.cpu_whole,
-        "sparse": layers.sparse,
+        "sparse": seconds.sparse,
     },
 }
 
