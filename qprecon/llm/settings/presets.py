@@ -26,7 +26,7 @@ def default_preset(update: Any) -> str:
 
 
 def filled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a recipe leaves to its preset. Where the preset's value would contradict a given setting, `fast`'s is taken.
+    """The settings that a recipe leaves to its preset; `fast`'s value where the preset's would contradict a given setting.
 
     `settings` has None for what is not asked for.
     """
