@@ -105,7 +105,7 @@ def evaluate(
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    """What earlier measurements left in a file. BadFileError for one that nothing can be added to."""
+    """Earlier measurements in a file. BadFileError if nothing can be added to it."""
     if not path.is_file():
         return {"format": 1, "perplexity": [], "tasks": []}
     saved = read_json(path)
