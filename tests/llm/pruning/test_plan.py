@@ -11,10 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qprecon.errors import UnknownBackendError
 from qprecon.llm import perplexity, prune_model
+from qprecon.llm.calibration.samples import calibration_samples
 from qprecon.llm.model.blocks import check_weights, find_blocks
 from qprecon.llm.model.targets import ATTENTION, matches
 from qprecon.llm.pruning import prune_model as pipeline
-from qprecon.llm.pruning.plan import calibration_samples, plan_layers
+from qprecon.llm.pruning.plan import plan_layers
 from tests.llm.families import FAMILIES, FUSED, build, tokens
 
 Q0 = "model.layers.0.self_attn.q_proj"
