@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import difflib
 import functools
 import numbers
 import types
@@ -17,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from ..wording import did_you_mean
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
 _PLURALS = {bool: "truth values", int: "whole numbers", float: "numbers", str: "texts"}
@@ -52,8 +53,7 @@ def made_options(owner: str, kind: type | None, values: Mapping[str, Any], other
     fields = option_names(kind)
     for name in values:
         if name not in fields:
-            near = difflib.get_close_matches(name, [*fields, *others], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = did_you_mean(name, [*fields, *others], ".")
             raise ValueError(f"{owner} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
     check_values(owner, values, kind)
     return kind(**values) if kind else None

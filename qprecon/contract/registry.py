@@ -6,7 +6,6 @@ Third parties register theirs through the entry-point group ``qprecon.backends``
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.metadata
 import itertools
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
+from ..wording import did_you_mean
 from . import plugins
 from .interface import Backend, Capabilities, SolveChunk, System
 from .options import made_options, option_names
@@ -170,9 +170,7 @@ def find(name: str) -> Backend:
     if (entry := entries.get(name)) is not None:  # only this one is loaded, so that another, broken one does no harm
         return _record(entry)
     known = [*(record.name for record in BUILT_IN), *entries.found]
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
+    raise UnknownBackendError(f"unknown backend {name!r}{did_you_mean(str(name), known, '.')} Known: auto, {', '.join(known)}")
 
 
 def refuse_options_of_auto(options: Iterable[str]) -> None:
@@ -185,8 +183,7 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
         raise ValueError(
             f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
         )
-    near = difflib.get_close_matches(name, [*_COMMON, *itertools.chain(*owned.values())], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ": no built-in backend that is installed has it"
+    hint = did_you_mean(name, [*_COMMON, *itertools.chain(*owned.values())], ": no built-in backend that is installed has it")
     raise ValueError(f"unknown option {name!r}{hint}")
 
 

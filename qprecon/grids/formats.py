@@ -12,12 +12,12 @@ Shapes: N inputs, K columns, G groups of inputs.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
+from ..wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,7 @@ def find_grid(
         return grid
     name = _OTHER_NAMES.get(str(grid), str(grid))
     if name not in _GRIDS:
-        near = difflib.get_close_matches(name, [*_GRIDS, *_OTHER_NAMES], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(name, [*_GRIDS, *_OTHER_NAMES], ".")
         raise ValueError(f"unknown grid {grid!r}{hint} Known: {', '.join(_GRIDS)}")
     found = _GRIDS[name]
     if scale_dtype not in ("float32", *_DTYPES):

@@ -11,7 +11,6 @@ Weights are (N inputs, K outputs), the transpose of `torch.nn.Linear.weight`; a 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qprecon.contract import plugins
 from qprecon.contract.options import made_options
 from qprecon.errors import PluginBrokenError
+from qprecon.wording import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -216,9 +216,7 @@ def get_selector(name: str) -> Selector:
     if (entry := entries.get(name)) is not None:
         return plugins.load_record(entry, Selector, "mask")
     known = [*SELECTORS, *entries.found]
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(f"unknown mask {name!r}{hint} Known: {', '.join(known)}")
+    raise ValueError(f"unknown mask {name!r}{did_you_mean(name.lower(), known, '.')} Known: {', '.join(known)}")
 
 
 def undamped_diagonal(layer: LayerData) -> torch.Tensor:

@@ -6,7 +6,6 @@ Free of torch, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import typing
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qprecon.contract.options import check_values
+from qprecon.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,7 @@ def check_options(values: Any, kind: type, what: str = "recipe") -> None:
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """ValueError, with the nearest of them, for a value that is none of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one, if there is one."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{did_you_mean(str(value), choices)}")
 
 
 def takes(kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
