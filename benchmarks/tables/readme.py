@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "active sets": findings.active_sets,
         "few-tokens": seconds.few_tokens,
     },
+    "docs/mathematics.md": {"gram rows": seconds.gram_rows},
     "docs/performance.md": {
         "models": seconds.models,
         "phases": seconds.phases,
