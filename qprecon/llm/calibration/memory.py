@@ -1,4 +1,4 @@
-"""Where activations are kept between blocks, and what happens when a GPU's memory does not suffice."""
+"""Where activations are kept between blocks, and what is done when a GPU runs out of memory."""
 
 from __future__ import annotations
 
