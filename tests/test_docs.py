@@ -57,6 +57,12 @@ def test_commands_that_it_shows_parse(page):
         assert lines
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_files_that_it_names_are_there(page):
+    named = re.findall(r"`((?:qprecon|tests|benchmarks|docs)/[\w/.-]+\.\w+)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_every_subcommand_is_mentioned():
     text = "".join(page.read_text() for page in PAGES)
     parser = cli._parser()
