@@ -28,8 +28,7 @@ from .solution import Solution
 class PreparedHessian:
     """A checked H with its damping, and what was computed from it. ``qprecon.prepare`` makes one.
 
-    What depends on H alone is computed once, when it is first needed, and kept until ``release`` or as long as the object lives. It
-    takes, in bytes:
+    What depends on H alone is computed once, when it is first needed, and kept until ``release``. It takes, in bytes:
 
     - the certificate's factor: 8N²
     - the set-up of a backend, for each of its options and dtypes: cholesky, pcg and adam 4N² in float32 and 8N² in float64, pcg
@@ -209,8 +208,7 @@ class PreparedHessian:
         return self._at(self.hessian.place).is_definite(damping, checked_dtype(dtype))
 
     def release(self, *, certificate: bool = True, setups: bool = True, inverse_factors: bool = True) -> None:
-        """Drop what was computed from H, or parts of it; it is computed again when it is needed. If all parts go, copies of H on
-        other devices go too."""
+        """Drop what was computed from H, or parts of it, until it is needed again; with all parts go copies on other devices."""
         for place, shared in list(self._shared.items()):
             shared.release(certificate, setups, inverse_factors)
             if certificate and setups and inverse_factors and place != self.hessian.place:
