@@ -16,12 +16,12 @@ class BackendNotInstalledError(ImportError):
 
 
 class PluginBrokenError(RuntimeError):
-    """What an entry point names cannot be loaded or is no record, or it fails while it works or returns what it should not; the
-    message names it, and the cause is chained."""
+    """A plugin cannot be loaded, is not a record, fails while it runs, or returns something invalid. The message names it; the
+    cause is chained."""
 
 
 class BackendBrokenError(PluginBrokenError):
-    """The backend's packages are installed but fail to import, or the backend fails or answers in a form that is none; the cause is
+    """The backend's packages are installed but fail to import, or the backend fails or returns an invalid answer. The cause is
     chained."""
 
 

@@ -1,4 +1,4 @@
-"""Files as they are found. Whatever reads one does so here, so that what is wrong with a file is one line with its name.
+"""Reading and writing files. Every file is opened here, so that an error is one line that names the file.
 
 `reading` is the boundary: inside it a library's own error becomes `BadFileError`, which says what the file is instead (a git-lfs
 pointer, an HTML page, cut short, …). `open_text`, `read_text`, `read_json` and `read_npz` are what most callers need.

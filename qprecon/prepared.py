@@ -26,17 +26,17 @@ from .solution import Solution
 
 
 class PreparedHessian:
-    """H, checked, with its damping, and what was made of it; ``qprecon.prepare`` makes one.
+    """A checked H with its damping, and what was computed from it. ``qprecon.prepare`` makes one.
 
-    What depends on H alone is made when it is first wanted, once, and kept until ``release`` or until the object goes. In bytes:
+    What depends on H alone is computed once, when it is first needed, and kept until ``release``. It takes, in bytes:
 
     - the certificate's factor: 8N²
     - the set-up of a backend, for each of its options and dtypes: cholesky, pcg and adam 4N² in float32 and 8N² in float64, pcg
       on a GPU in float32 6N², admm three times as much as cholesky
     - an inverse factor, for each damping and dtype: 4N² in float32, 8N² in float64
 
-    Threads may share the object. H is not copied unless it must be converted: leave it unchanged. A sample of it is looked at in
-    each call, and ValueError raised where it is another.
+    Threads may share the object. H is not copied unless it must be converted: leave it unchanged. Each call compares a sample of
+    its entries and raises ValueError if they have changed.
 
     Attributes:
         hessian: H and λ as the core holds them.
@@ -63,14 +63,14 @@ class PreparedHessian:
 
     @property
     def certificate(self) -> Certificate:
-        """What is proved of H + λI, where H lies: see ``qprecon.proof.factor``. Made when it is first asked for."""
+        """What is proved about H + λI, on H's device: see ``qprecon.proof.factor``. Computed when it is first asked for."""
         return self._at(self.hessian.place).certificate
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What to know of H beside the certificates, in words: whether only the damping makes it positive semidefinite.
+        """What the certificates do not say about H, in words: whether only the damping makes it positive semidefinite.
 
-        Made when first asked for, by a factorisation in H's own dtype.
+        Computed when first asked for, by a factorisation in H's own dtype.
         """
         return self.hessian.notices
 
@@ -114,7 +114,7 @@ class PreparedHessian:
         lower: Array | float | None = None,
         upper: Array | float | None = None,
     ) -> Audit:
-        """What is known of any weights, whoever made them: their objective, and how far from the best they can be at most.
+        """Audit any weights, whoever made them: their objective, and a bound on how far they are from the optimum.
 
         Args:
             W, mask, rhs, constant, lower, upper: the problem, as in ``qprecon.solve``.
@@ -203,19 +203,19 @@ class PreparedHessian:
         return from_core(self._at(place).ridged(damping, checked_dtype(dtype)), place)
 
     def is_definite(self, damping: float | None = None, dtype: str = "float32") -> bool:
-        """Whether ``ridged`` has a Cholesky factor. Factored once for each damping and dtype; the answer alone is kept."""
+        """Whether ``ridged`` has a Cholesky factor. It is factored once for each damping and dtype; only the answer is kept."""
         damping = self.damping if damping is None else check_damping(damping)
         return self._at(self.hessian.place).is_definite(damping, checked_dtype(dtype))
 
     def release(self, *, certificate: bool = True, setups: bool = True, inverse_factors: bool = True) -> None:
-        """Drop what was made of H, or parts of it; it is made again if it is wanted again. With all parts go copies elsewhere."""
+        """Drop what was computed from H, or parts of it, until it is needed again; with all parts go copies on other devices."""
         for place, shared in list(self._shared.items()):
             shared.release(certificate, setups, inverse_factors)
             if certificate and setups and inverse_factors and place != self.hessian.place:
                 self._shared.pop(place, None)
 
     def _at(self, place: Place) -> Shared:
-        """What is shared where problems of an array library and device are solved. H is copied there if it must be, once."""
+        """What problems of one array library and device share. H is copied there if need be, once."""
         self.hessian.check_unchanged()
         found = self._shared.get(place)
         return found or self._shared.setdefault(place, Shared(self.hessian.at(place)))
@@ -224,13 +224,13 @@ class PreparedHessian:
 def prepare(
     H: Array, *, damping: float = 0.0, like: Array | None = None, samples: int | None = None
 ) -> PreparedHessian:
-    """Check H once and hold what is made of it, for any number of solves and audits.
+    """Check H once, for any number of solves and audits that share what is computed from it.
 
     Args:
         H: (N, N) = XᵀX, symmetric positive semidefinite; numpy, torch or jax. It is not copied: leave it unchanged,
             or solves refuse it.
         damping: δ ≥ 0, a ridge λ = δ · mean(diag H) towards the dense weights; 0.01 is usual.
-        like: an array of the kind and on the device of the weights to come, where that is not H's own.
+        like: an array of the same kind and on the same device as the weights to come, if they differ from H's.
         samples: how many rows X has, if known. Where they are much fewer than the kept inputs, pcg takes a tenth to a third of
             the time.
 

@@ -72,8 +72,8 @@ class Solution:
         tol: the relative gap that was asked for.
         timing, provenance: see their classes.
         problem: what was solved. It keeps H, W, mask, rhs and bounds in memory, but nothing that was made of H.
-            ``dataclasses.replace(solution, problem=None)`` parts with them, and with the residual.
-        sums: of the bits of W, mask and rhs, by which ``residual`` and ``duals`` know that these are still what was solved.
+            ``dataclasses.replace(solution, problem=None)`` drops them; then there is no ``residual`` either.
+        sums: checksums of W, mask and rhs; with them ``residual`` and ``duals`` check that these have not changed.
     """
 
     weights: Array
@@ -101,7 +101,7 @@ class Solution:
         which of them would gain most by being kept. Ask for it before you write the weights into W.
 
         Raises:
-            ValueError: H, W, the mask or rhs was changed in place since the solve, or the problem was parted with.
+            ValueError: H, W, the mask or rhs was changed in place since the solve, or ``problem`` is None.
         """
         problem, new_NK, rho_NK = self._rho()
         return from_core(cast(rho_NK, dtype_name(new_NK)), problem.place)
@@ -143,7 +143,7 @@ class Solution:
 
     @functools.cached_property
     def notices(self) -> tuple[str, ...]:
-        """What to know beside the certificates, in words, made when first asked for.
+        """What the certificates do not say, in words; computed when first asked for.
 
         Whether only the damping makes H positive semidefinite (``PreparedHessian.notices``), and of how many certified columns the
         weights may follow the rounding of an H that was summed in float32 from too few tokens.

@@ -1,8 +1,17 @@
-"""How a message counts things."""
+"""Pieces of messages: counts, and the word that a misspelt one may have meant."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
     """`number` and what there are so many of: "1 layer", "2 layers"; `many` where that is not `one` and an s ("layers have")."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown word: the nearest known one; `otherwise` where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else otherwise

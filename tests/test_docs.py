@@ -40,6 +40,14 @@ def test_it_builds_without_warnings(tmp_path):
     assert not re.search(r'<(script|link)[^>]+(src|href)="https?://', reference.replace('rel="canonical"', ""))
 
 
+def test_the_reference_has_every_public_name():
+    from qprecon import llm
+
+    listed = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    public = [f"qprecon.{name}" for name in qprecon.__all__ if name != "llm"] + [f"qprecon.llm.{name}" for name in llm.__all__]
+    assert [name for name in public if name not in listed] == []
+
+
 def test_every_page_is_in_the_navigation():
     config = (ROOT / "zensical.toml").read_text()
     named = re.findall(r'= "([\w/]+\.md)" \}', config.split("nav = [")[1].split("]")[0])
@@ -55,6 +63,12 @@ def test_commands_that_it_shows_parse(page):
         assert isinstance(parser.parse_args(words), argparse.Namespace), line
     if page.stem in ("index", "pruning", "evaluation", "reproducing"):
         assert lines
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_files_that_it_names_are_there(page):
+    named = re.findall(r"`((?:qprecon|tests|benchmarks|docs)/[\w/.-]+\.\w+)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_subcommand_is_mentioned():

@@ -1,10 +1,14 @@
 """The README's numbers are those of the committed results."""
 
+import json
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+
+from qprecon.llm.settings.fields import options
+from qprecon.llm.settings.recipe import Recipe
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -31,7 +35,7 @@ def test_the_tables_of_several_gpus_are_those_of_the_results():
 
 def test_the_check_sees_a_changed_number(tmp_path):
     """A README with another number in a table fails."""
-    shutil.copytree(ROOT / "benchmarks" / "tables", tmp_path / "benchmarks" / "tables")
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results", "__pycache__"))
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "benchmarks" / "results").symlink_to(ROOT / "benchmarks" / "results")
     script = tmp_path / "benchmarks" / "tables" / "readme.py"
@@ -41,3 +45,13 @@ def test_the_check_sees_a_changed_number(tmp_path):
     start = text.index("<!-- begin: presets -->")
     (tmp_path / "README.md").write_text(text[:start] + re.sub(r"\d+\.\d\d", "1.23", text[start:], count=1))
     assert subprocess.run([sys.executable, script, "--check"]).returncode == 1
+
+
+def test_the_perplexities_in_the_help_are_those_of_the_results():
+    """Of `--preset`: the only figures of results in the package itself."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "quality_smollm2-135m.json").read_text())
+    wanted = {"pattern": "50%", "calibration": "wikitext2", "split": "test", "seed": 0, "recovered": False, "eval_windows": None}
+    rows = [row for row in rows if not row["ingredients"] and wanted.items() <= row.items()]
+    found = {row["preset"]: round(row["perplexity"]["wikitext2"]) for row in rows}
+    (option,) = (known for each, known in options(Recipe) if each.name == "preset")
+    assert option.help.endswith(f"perplexity {found['fast']}, {found['balanced']} and {found['best']}")

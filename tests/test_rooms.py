@@ -12,6 +12,7 @@ PACKAGE = pathlib.Path(qprecon.__file__).parent
 ROOMS = "arrays contract problem proof engine grids data".split()
 ABOVE = {"backends", "llm", "cli", "page", "demo"}
 MOST_FILES = 12
+MOST_LINES, MOST_OF_A_FUNCTION = 300, 60
 
 
 def absolute(path: pathlib.Path, node: ast.ImportFrom) -> str:
@@ -51,3 +52,19 @@ def test_no_folder_is_a_floor():
     counts = {folder.name: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}
     assert {name: count for name, count in counts.items() if count > MOST_FILES} == {}
     assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == {*ROOMS, *ABOVE}
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Its docstring left out."""
+    first = function.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    return function.end_lineno - function.lineno + 1 - (first.end_lineno - first.lineno + 1 if documented else 0)
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda folder: folder.name)
+def test_modules_and_functions_are_short(folder):
+    for path in folder.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= MOST_LINES, path
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        assert [node.name for node in functions if lines_of(node) > MOST_OF_A_FUNCTION] == [], path

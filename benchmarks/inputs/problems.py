@@ -86,15 +86,6 @@ def wanda_mask(h_NN, w_NK, sparsity: float):
     return mask_NK.scatter_(0, score_NK.topk(pruned, 0, largest=False).indices, False)
 
 
-def condition_number(h_NN, damping: float) -> float:
-    """κ of H + λI in float64."""
-    import torch
-
-    values_N = torch.linalg.eigvalsh(h_NN.double())
-    ridge = damping * float(h_NN.double().diagonal().mean())
-    return float((values_N[-1] + ridge) / (values_N[0].clamp(min=0) + ridge))
-
-
 def extreme_eigenvalues(h_NN, damping: float, steps: int = 40) -> tuple[float, float]:
     """Smallest and largest eigenvalue of H + λI by (inverse) power iteration on a block, in float64: for large N.
 

@@ -15,7 +15,7 @@ import datetime
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_texts import CALIBRATION, CODE, EVALUATION, describe_code, file_name, read
-from benchmarks.models.paper import figures, tf32, versions
+from benchmarks.rows import figures, put_back, tf32, versions
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration.windows import cut_windows
 from qprecon.llm.evaluation.local_tasks import local_file
@@ -35,9 +35,8 @@ from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
 from qprecon.llm.model.loading import choose_device, load_causal_lm, load_tokenizer
 
 WINDOWS = 60  # of C4, and of code
-# Entries of the logits of one batch: 2 GB of 16 bits in perplexities; in tasks lm-eval has two float32 copies, 16 GB, of prompts of
-# 1,024 tokens. A vocabulary of 262,144 words has 34 GB of 32 windows otherwise, and processes may share a card.
-_ENTRIES, _TASK_ENTRIES, _TASK_TOKENS = 1 << 30, 1 << 31, 1024
+# Numbers in the logits of one batch of perplexities: 2 GB of 16 bits.
+_ENTRIES = 1 << 30
 # By model type and width: folders made from a GGUF don't hold the model's usual name.
 NAMES = {("llama", 576): "smollm2-135m", ("gemma3_text", 640): "gemma-3-270m", ("qwen2", 896): "qwen2.5-coder-0.5b"}
 
@@ -65,10 +64,8 @@ class Bench:
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().num_embeddings
 
-    @torch.no_grad()
     def restore(self) -> None:
-        for parameter, dense in zip(self.model.parameters(), self.dense, strict=True):
-            parameter.copy_(dense)
+        put_back(self.model, self.dense)
 
     def windows(self, text: str) -> torch.Tensor:
         """All windows of a text, (S, L); tokenised once, kept in --cache if there is one."""
@@ -115,8 +112,7 @@ class Bench:
         if not self.tasks:
             return {}
         folder, limit = self.arguments.data / "tasks", self.arguments.task_limit
-        batch = max(1, min(32, _TASK_ENTRIES // (_TASK_TOKENS * self.vocabulary)))
-        how = {"data_dir": folder, "tokenizer": self.tokenizer, "batch_size": batch, "limit": limit}
+        how = {"data_dir": folder, "tokenizer": self.tokenizer, "limit": limit}
         try:
             with in_float32(self.model), tf32():
                 return {"accuracy": figures(evaluate_tasks(self.model, self.tasks, **how))}
@@ -189,6 +185,28 @@ def result(bench: Bench, case: Any, seconds: float) -> dict:
         "date": datetime.date.today().isoformat(), "versions": versions(),
         **({"code": {part: describe_code(part) for part in parts}} if parts else {}),
     }  # fmt: skip
+
+
+def measure_all(bench: Bench, cases: Sequence[Any], is_done: Callable[[Any], bool], measure: Callable[[Any], Iterable[str]]) -> int:
+    """Measure the cases that are not done, until the budget is spent; how many failed.
+
+    `measure` adds a case's rows to the results, and gives a line to print for each as it is added.
+    """
+    failed, started = 0, time.perf_counter()
+    for case in cases:
+        if is_done(case):
+            continue
+        if bench.arguments.budget and time.perf_counter() - started > bench.arguments.budget:
+            print(f"stopped before {case}: the budget is spent", flush=True)
+            break
+        try:
+            for line in measure(case):
+                print(f"{time.perf_counter() - started:6.1f} s  {line}", flush=True)
+        except Exception:  # the other cases are still wanted; the run ends with exit code 1
+            traceback.print_exc()
+            print(f"FAILED {case}", flush=True)
+            failed += 1
+    return failed
 
 
 def card(bench: Bench) -> str:

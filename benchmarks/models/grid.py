@@ -18,16 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen
-from benchmarks.models.bench import Bench, add_protocol, card, open_bench, pruned, result
-from benchmarks.models.paper import Results
+from benchmarks.models.bench import Bench, add_protocol, card, measure_all, open_bench, pruned, result
+from benchmarks.rows import Results
 from qprecon.grids import find_grid
 from qprecon.llm.lowbit.adapter import remove_adapters
 
@@ -71,24 +69,14 @@ def bits(rows: Sequence, case: GridCase) -> float:
 
 def run(bench: Bench, cases: Sequence[GridCase], results: Results) -> int:
     """Measure the cases that lack a row; how many failed."""
-    failed, started = 0, time.perf_counter()
-    for case in cases:
-        if is_current(results.get(identity(bench, case)), case):
-            continue
-        if bench.arguments.budget and time.perf_counter() - started > bench.arguments.budget:
-            print(f"stopped before {case}: the budget is spent", flush=True)
-            break
-        try:
-            row = measure(bench, case)
-        except Exception:  # the other cases are still wanted; the run ends with exit code 1
-            traceback.print_exc()
-            print(f"FAILED {case}", flush=True)
-            failed += 1
-            continue
+
+    def added(case: GridCase) -> Iterator[str]:
+        row = measure(bench, case)
         results.add(row, identity(bench, case))
         values = " / ".join(f"{value:.2f}" for value in row["perplexity"].values())
-        print(f"{time.perf_counter() - started:6.1f} s  {case!s:44} {values}  {row['seconds']} s  {row['phases']}", flush=True)
-    return failed
+        yield f"{case!s:44} {values}  {row['seconds']} s  {row['phases']}"
+
+    return measure_all(bench, cases, lambda case: is_current(results.get(identity(bench, case)), case), added)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -24,26 +24,21 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import os
 import platform
-import re
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 # The package of this checkout, installed or not; this file's own folder is there anyway.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.paper_rows import DAMPING, DENSE, LEARNED, SCORED, Row, chosen, reference
+from benchmarks.rows import Results, describe, figures, put_back, tf32, versions
 from qprecon.llm import PruneReport, perplexity, prune_model
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.texts import load_texts
@@ -86,10 +81,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.dense = [parameter.detach().clone() for parameter in self.model.parameters()]
 
-    @torch.no_grad()
     def restore(self) -> None:
-        for parameter, dense in zip(self.model.parameters(), self.dense, strict=True):
-            parameter.copy_(dense)
+        put_back(self.model, self.dense)
 
     def windows(self, row: Row) -> torch.Tensor:
         """The calibration windows of a row; a text is read and tokenised once for all numbers of windows."""
@@ -114,17 +107,6 @@ class Bench:
                 self.model, PAPER_TASKS, data_dir=self.tasks, tokenizer=self.tokenizer, limit=self.task_limit,
                 batch_size=4 * self.batch_size,
             )  # fmt: skip
-
-
-@contextmanager
-def tf32() -> Iterator[None]:
-    """While open, float32 products are made in TF32, where the device has it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def open_bench(arguments: argparse.Namespace) -> Bench:
@@ -195,15 +177,6 @@ def measure(bench: Bench, row: Row, scored: bool = False) -> dict:
     }  # fmt: skip
 
 
-def figures(scores: TaskScores) -> dict:
-    """What of the tasks' scores goes into the row: acc and its standard error."""
-    return {
-        "tasks": {s.task: {"acc": s.acc, "stderr": s.acc_stderr, "items": s.items} for s in scores.scores},
-        "average": scores.average, "stderr": scores.average_stderr, "limit": scores.limit, "seconds": round(scores.seconds, 3),
-        "lm_eval": scores.versions["lm_eval"],
-    }  # fmt: skip
-
-
 def identity(bench: Bench, row: Row) -> dict:
     """What tells rows of one file apart."""
     return {
@@ -213,37 +186,6 @@ def identity(bench: Bench, row: Row) -> dict:
     }  # fmt: skip
 
 
-def describe(report: PruneReport) -> dict:
-    """What of a report goes into the row. Errors are relative ones, a layer each, in the order of the model."""
-    names = [row.name for row in report.layers]
-    return {
-        "sparsity": report.sparsity,
-        "max_relative_gap": report.largest_gap,
-        "uncertified": sum(row.uncertified or 0 for row in report.layers),
-        "fallbacks": report.fallbacks,
-        "columns": sum(row.n_outputs for row in report.layers),
-        "backends": sorted({row.backend for row in report.layers if row.backend}),
-        "phases": {phase: round(seconds, 3) for phase, seconds in report.phase_seconds.items()},
-        "layer_names": _factored(names),
-        "error_masked": [_short(row.error_masked) for row in report.layers],
-        "error_updated": [_short(row.error_updated) for row in report.layers],
-    }
-
-
-def _factored(names: list[str]) -> list[str] | dict:
-    """Names as blocks times the layers of one block where that gives them all, since they are most of a row's text."""
-    found = [re.match(r"(.*?\.\d+)\.(.*)", name) for name in names]
-    if all(found):
-        blocks, inner = (list(dict.fromkeys(match[part] for match in found)) for part in (1, 2))
-        if [f"{block}.{layer}" for block in blocks for layer in inner] == names:
-            return {"blocks": blocks, "inner": inner}
-    return names
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
 def machine(bench: Bench) -> str:
     device = bench.dense[0].device
     if device.type == "cuda":
@@ -251,50 +193,9 @@ def machine(bench: Bench) -> str:
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def versions() -> dict:
-    import transformers
-
-    import qprecon
-
-    return {
-        "qprecon": qprecon.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }  # fmt: skip
-
-
 def _wait(bench: Bench) -> None:
     if bench.dense[0].is_cuda:
         torch.cuda.synchronize()
-
-
-class Results:
-    """The rows on disk: JSON, one row a line, rewritten as a whole after each."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.rows = self._read()
-
-    def _read(self) -> list[dict]:
-        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
-
-    def get(self, wanted: dict) -> dict | None:
-        return next((row for row in self.rows if wanted.items() <= row.items()), None)
-
-    def add(self, row: dict, wanted: dict) -> None:
-        """Append, or put in the place of the row that has the same identity. Other processes may write to the file meanwhile."""
-        with FileLock(Path(tempfile.gettempdir()) / f"{self.path.name}.lock"):
-            self.rows = self._read()
-            self._add(row, wanted)
-
-    def _add(self, row: dict, wanted: dict) -> None:
-        if (old := self.get(wanted)) is not None:
-            self.rows[self.rows.index(old)] = row
-        else:
-            self.rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n", encoding="utf-8")
-        os.replace(partial, self.path)
 
 
 class Budget:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_cases import DENSE, Case, chosen, ladder
-from benchmarks.models.bench import Bench, add_protocol, card, open_bench, pruned, result, wait
-from benchmarks.models.paper import Results
+from benchmarks.models.bench import Bench, add_protocol, card, measure_all, open_bench, pruned, result, wait
+from benchmarks.rows import Results
 from qprecon.llm.model.loading import load_causal_lm
 
 
@@ -85,24 +84,18 @@ def beside(old: dict | None, row: dict) -> dict:
 
 def run(bench: Bench, cases: Sequence[Case], results: Results) -> int:
     """Measure the cases that lack a row; how many failed."""
-    failed, started = 0, time.perf_counter()
-    for case in cases:
-        wanted = [identity(bench, case, recovered) for recovered in wanted_rows(case, bench.arguments.recover)]
-        if all(is_complete(bench, results.get(each)) for each in wanted):
-            continue
-        if bench.arguments.budget and time.perf_counter() - started > bench.arguments.budget:
-            print(f"stopped before {case}: the budget is spent", flush=True)
-            break
-        try:
-            for row in measure(bench, case, bench.arguments.recover):
-                row = beside(results.get(identity(bench, case, row["recovered"])), row)
-                results.add(row, identity(bench, case, row["recovered"]))
-                print(f"{time.perf_counter() - started:6.1f} s  {line(case, row)}", flush=True)
-        except Exception:  # the other cases are still wanted; the run ends with exit code 1
-            traceback.print_exc()
-            print(f"FAILED {case}", flush=True)
-            failed += 1
-    return failed
+
+    def is_done(case: Case) -> bool:
+        wanted = wanted_rows(case, bench.arguments.recover)
+        return all(is_complete(bench, results.get(identity(bench, case, recovered))) for recovered in wanted)
+
+    def added(case: Case) -> Iterator[str]:
+        for row in measure(bench, case, bench.arguments.recover):
+            row = beside(results.get(identity(bench, case, row["recovered"])), row)
+            results.add(row, identity(bench, case, row["recovered"]))
+            yield line(case, row)
+
+    return measure_all(bench, cases, is_done, added)
 
 
 def line(case: Case, row: dict) -> str:

@@ -14,13 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.quality_cases import Case
 from benchmarks.models.bench import Bench, add_protocol, card, open_bench, pruned, wait
-from benchmarks.models.paper import Results, versions
+from benchmarks.rows import Results, put_back, versions
 from qprecon.llm import RecoveryReport, recover
 from qprecon.llm.model.loading import load_causal_lm
 
@@ -35,12 +33,6 @@ def course(report: RecoveryReport) -> dict:
     """The loss on the windows held out (KL divergence a token, in nats) after so many steps, and what came of it."""
     looks = [[look["step"], round(look["loss"], 4)] for look in report.held_out]
     return {"held_out": looks, "steps": len(report.losses), "best_step": report.best_step}
-
-
-@torch.no_grad()
-def put_back(model: torch.nn.Module, weights: list[torch.Tensor]) -> None:
-    for parameter, value in zip(model.parameters(), weights, strict=True):
-        parameter.copy_(value)
 
 
 def main() -> int:

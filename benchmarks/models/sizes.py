@@ -19,8 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.models.paper import Results
 from benchmarks.models.quality import NAMES
+from benchmarks.rows import Results
 from qprecon.llm import prune_model
 from qprecon.llm.model.loading import load_config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from benchmarks.tables.pages import rewrite, rows_of, table
+from benchmarks.pages import rewrite, rows_of, table
 from benchmarks.tables.quality import NAMES
 
 MODELS = {"smollm2-135m": "SmolLM2-135M", **NAMES}

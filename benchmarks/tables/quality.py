@@ -6,13 +6,26 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.tables.pages import load, rows_of, table
+from benchmarks.pages import load, rows_of, table
 
 Row = dict[str, Any]
 PATTERNS = ("50%", "60%", "70%", "2:4")
 KINDS = (("fast", False), ("balanced", False), ("best", False), ("best", True))
 TEXTS = {"wikitext2": "WikiText-2", "c4": "C4", "code": "code"}
 NAMES = {"gemma-3-270m": "Gemma-3-270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
+LABELS = {
+    ("wanda", "none"): "Wanda, kept as they are",
+    ("wanda", "optimal"): "**Wanda + optimal**",
+    ("sparsegpt", "own"): "SparseGPT + its own update",
+    ("sparsegpt", "optimal"): "**SparseGPT mask + optimal**",
+    ("thanos", "own"): "Thanos + its own update",
+    ("thanos", "optimal"): "**Thanos mask + optimal**",
+    ("proxsparse", "none"): "ProxSparse, kept as they are",
+    ("proxsparse", "optimal"): "**ProxSparse mask + optimal**",
+    ("alps", "own"): "ALPS + its own update",
+    ("alps", "optimal"): "**ALPS mask + optimal**",
+}
+"""Masks and updates, as `methods` calls them."""
 DEFAULT = {"wikitext2": "WikiText-2", "c4": "C4", "wikitext2+c4": "half of each"}
 
 
@@ -161,3 +174,24 @@ def _about_accuracies(rows: Sequence[Row]) -> str:
 
 def _dates(rows: Sequence[Row]) -> str:
     return ", ".join(sorted({row["date"] for row in rows}))
+
+
+def methods(model: str) -> str:
+    """Perplexities by mask, update and pattern; rows that a model has none of are left out."""
+    rows = [row for row in load(f"paper_{model}") if row.get("perplexity")]
+    dense = next(row for row in rows if row["pattern"] == "dense")
+    patterns = ("50%", "60%", "2:4")
+
+    def cell(mask: str, update: str, pattern: str) -> str:
+        wanted = {"mask": mask, "update": update, "pattern": pattern, "calibration": "wikitext2", "windows": 128}
+        wanted |= {"layers": "all", "damping": 0.01}
+        found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+        used.extend(found[:1])
+        return f"{found[0]['perplexity']:.2f}" if found else "–"
+
+    used = [dense]
+    body = [[label, *(cell(mask, update, p) for p in patterns)] for (mask, update), label in LABELS.items()]
+    body = [line for line in body if any(value != "–" for value in line[1:])]
+    machines, dates = (", ".join(sorted({row[key] for row in used})) for key in ("machine", "date"))
+    note = f"Dense: {dense['perplexity']:.2f}. Damping 0.01. – not run, or not defined. {machines}; {dates}."
+    return table(["mask + weights", *patterns], body) + "\n\n" + note

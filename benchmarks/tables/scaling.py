@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from benchmarks.tables.pages import rewrite, rows_of, table
+from benchmarks.pages import load, rewrite, rows_of, table
 
 
 def peaks(run: dict[str, Any]) -> str:
@@ -201,7 +201,15 @@ def sizes() -> str:
     return table([*head, *(f"a card of {ranks}" for ranks in (1, 2, 4, 8))], body) + "\n\nIn GB."
 
 
+def dealing() -> str:
+    """What a matrix costs a rank once, and what a column of it costs, fitted."""
+    found = load("dealing_costs")
+    body = [[f"{row['inputs']:,}", f"{1e3 * row['once']:.0f} ms", f"{1e6 * row['column']:.1f} µs"] for row in found["rows"]]
+    return table(["inputs", "once for a matrix", "for each column"], body) + f"\n\n{found['card']}, torch {found['torch']}."
+
+
 SECTIONS = {
+    "scaling, dealing": dealing,
     "scaling, sizes": sizes,
     "scaling, measured": pruning, "scaling, one card": one_card, "scaling, recovery": recovery, "scaling, block": scaling_block,
     "scaling, models": scaling, "scaling, phases": phases, "scaling, turns": turns, "scaling, shared card": shared_card,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.tables.pages import load, table
+from benchmarks.pages import load, table
 
 PREDICTED: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("iterations", ("iterations",), "pieces written with their vectors, no array made (but see below)", "185"),

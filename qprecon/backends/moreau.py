@@ -21,7 +21,7 @@ class Options:
     """Own options.
 
     Attributes:
-        method: "ipm", or "active_set", which columns without any bound leave to "ipm" (0.4.1 would take the process down).
+        method: "ipm" or "active_set". Columns without any bound take "ipm" in any case: Moreau 0.4.1 would crash the process.
     """
 
     method: str = "ipm"

@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _nobody_reads() -> bool:
-    """Whether what stdout leads to was closed, as `head` does. What is left to print goes nowhere then, and Python can end."""
+    """Whether the reader of stdout has closed it, as `head` does. The rest of the output is then dropped, so that Python can
+    end."""
     try:
         stdout = sys.stdout.fileno()
         pipe = select.poll()
@@ -87,7 +88,8 @@ def _nobody_reads() -> bool:
 
 
 def _is_told(error: Exception) -> bool:
-    """What a user can mend: a bad value or file, a missing or broken package, no memory. Anything else is our own mistake."""
+    """Whether it is an error that a user can mend: a bad value or file, a missing or broken package, no memory. Any other is a
+    bug."""
     return isinstance(error, ValueError | OSError | ImportError | PluginBrokenError) or out_of_memory(error)
 
 
@@ -100,7 +102,7 @@ def _line(error: Exception) -> str:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line; what cannot be read ends the process with one line."""
+    """The parsed command line. A line that cannot be parsed ends the process with one line."""
     parsed, unknown = _parser().parse_known_args(arguments)
     if unknown:
         parsed.parser.unknown(unknown)

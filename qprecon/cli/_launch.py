@@ -1,4 +1,4 @@
-"""A command that torchrun starts several times: the processes of one run, which share it and speak with one voice."""
+"""A command that torchrun starts several times: the processes share one run, and one of them prints."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def _said(names: Sequence[str]) -> str:
 
 
 def _left_over() -> str:
-    """What to do about an environment that is a launcher's in part."""
+    """What to do about an environment that holds only part of a launcher's variables."""
     names = " ".join(name for name in _NAMES if name in os.environ)
     return f"to run one process: unset {names}; to run several, start them with torchrun, which sets all of them"
 
 
 def is_silent() -> bool:
-    """Whether another process says what there is to say."""
+    """Whether another process prints the messages."""
     return bool(launched_rank())
 
 
 def is_grouped() -> bool:
-    """Whether the processes have met; before that an error is in what all of them were given."""
+    """Whether the processes have met. Before that, an error lies in what all of them were given."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

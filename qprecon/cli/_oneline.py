@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in one line; argparse would put the whole usage before it."""
+"""Errors of the command line in one line; argparse would print the whole usage first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Say it and end the process with 2."""
+        """Print the message and end the process with exit code 2."""
         if found := _NO_CHOICE.search(message):
             message += did_you_mean(found["word"], re.findall(r"[\w.-]+", found["choices"]))
         end = "" if message.endswith("?") else "."
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         return message
 
     def unknown(self, arguments: Sequence[str]) -> NoReturn:
-        """End the process over arguments that nobody takes."""
+        """End the process because of arguments that the command does not have."""
         first = arguments[0]
         if not first.startswith("-"):
             self.error(f"{first!r} is one argument too many")

@@ -1,7 +1,7 @@
-"""Being told to end: what a batch system's SIGTERM does is what Ctrl-C does, that is tidy up and say how to go on.
+"""Signals to end: SIGTERM of a batch system does what Ctrl-C does: tidy up and print how to go on.
 
-Who says it a second time does not want to wait for that: the process ends at once, with the same exit code. What is being written
-then is left under a temporary name, and the next run goes on.
+A second signal ends the process at once, with the same exit code. A file that is being written is left under a temporary name, and
+the next run goes on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def signals_raise(to_the_end: bool) -> Iterator[None]:
 
 
 def _ignore(numbers: list[int]) -> None:
-    """All is done and said: Python, which would take the handlers away as it ends, is left to end with the code that is due."""
+    """Ignore further signals: everything is done, and Python, which removes the handlers as it ends, must end with the right exit
+    code."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 

@@ -20,7 +20,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="a model folder in the Hugging Face layout, or a hub name")
     _add_perplexity(parser)
     _add_tasks(parser)
-    parser.add_argument("--batch-size", type=int, help="a forward pass's windows (default 1) or requests of tasks (default 8)")
+    parser.add_argument("--batch-size", type=int, help="a forward pass's windows (default 1) or rows of tasks (as many as fit)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="also into MODEL's folder, where `qprecon report` looks for it")

@@ -1,6 +1,6 @@
-"""What a backend gives back, looked at here before anyone uses it.
+"""The form of a backend's answer, checked before it is used.
 
-Only the form is checked: kinds, shapes, lengths, words. Whether an answer is any good is the audit's to say.
+Only kinds, shapes, lengths and words are checked here. The audit decides whether the answer is good.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .interface import Chunk, RawColumns, SolveChunk, System
 from .options import is_number
 
 UNDERSTOOD = ("iteration_limit", "time_limit")
-"""Words that change a column's status. A backend may say any other of itself, but not almost one of these."""
+"""Words that change a column's status. Any other word is passed on, unless it looks like a misspelt one of these."""
 _ALMOST = 0.8  # difflib's ratio, from which on a word is taken for a misspelt one
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -30,7 +30,7 @@ class Checked:
     """A backend's ``solve_chunk``. Calling it raises BackendBrokenError, with the backend's name, where the backend fails or
     answers in another form than ``RawColumns`` asks for.
 
-    ours: one of qprecon's own, whose ValueErrors speak for themselves.
+    ours: one of qprecon's own, whose ValueErrors are passed on as they are.
     """
 
     name: str
@@ -100,7 +100,7 @@ def checked_answer(name: str, raw: Any, shape: tuple[int, ...]) -> RawColumns:
 
 
 def checked_bytes(name: str, bytes_per_column: Callable[[int, int, Any], float], *arguments: Any) -> float:
-    """What ``bytes_per_column`` returns. BackendBrokenError where it fails, or that is no number of bytes."""
+    """What ``bytes_per_column`` returns. BackendBrokenError if it fails or returns no number of bytes."""
     try:
         per_column = bytes_per_column(*arguments)
     except Exception as error:

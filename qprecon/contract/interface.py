@@ -19,7 +19,7 @@ from ..arrays.interop import Array
 class System:
     """What all columns share: the damped Hessian after normalisation, (N, N), and the ridge that it contains (same scale).
 
-    samples: how many rows X has, if that is known: without the ridge the Hessian has no higher rank.
+    samples: how many rows X has, if known; the rank of the Hessian without its ridge is at most that.
     """
 
     hessian_NN: Array
@@ -74,8 +74,9 @@ class RawColumns:
 class SolveChunk(Protocol):
     """What ``prepare`` returns, called for any number of chunks.
 
-    It is kept with the prepared Hessian for later solves. One that learns from chunk to chunk has a method ``fresh()`` that returns
-    it as it first was, sharing the costly parts: each solve takes a fresh one, so that no answer depends on earlier solves.
+    It is kept with the prepared Hessian for later solves. If it learns from chunk to chunk, it has a method ``fresh()`` that
+    returns it in its first state and shares the costly parts. Each solve takes a fresh one, so that no answer depends on earlier
+    solves.
     """
 
     def __call__(self, chunk: Chunk) -> RawColumns: ...
@@ -88,9 +89,9 @@ class Capabilities:
     Attributes:
         bounds: general lower ≤ ŵ ≤ upper on kept entries, beside the fixed zeros.
         linear: an explicit rhs.
-        libraries: array libraries it computes in; the core converts to the first unless the data is already in another of them.
+        libraries: array libraries that it computes in; the core converts to the first one unless the data is in another of them.
         devices: device types.
-        dtypes: floating dtypes, the default last resort first.
+        dtypes: floating dtypes that it computes in. If "auto" gives it columns of another dtype, it uses the last of these.
         scaling: "mean" (H divided by its mean diagonal), "jacobi" (unit diagonal) or "none" (the problem as given, columns too).
         warm_start: makes use of ``Chunk.start_NK``, so that a second call continues the first.
 

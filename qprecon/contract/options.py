@@ -1,13 +1,13 @@
 """Values of options against the types that their declarations name, for backends and mask selectors alike.
 
-They come from recipes and command lines too, where a number may be misspelt: without this, arithmetic somewhere fails on text.
+Values also come from recipes and command lines, where a number may be misspelt. Without this check, arithmetic would fail on text
+later.
 """
 
 from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import difflib
 import functools
 import numbers
 import types
@@ -17,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from ..wording import did_you_mean
+
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
 _PLURALS = {bool: "truth values", int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def check_values(owner: str, values: Mapping[str, Any], declared_in: Any) -> None:
-    """ValueError, naming `owner` and the option, for a value that is not of its type.
+    """ValueError, naming `owner` and the option, for a value of the wrong type.
 
-    `declared_in`: the class or function whose annotations are the types; what they do not name is not checked.
+    `declared_in`: the class or function whose annotations give the types; options without an annotation are not checked.
     """
     if not values:
         return
@@ -51,8 +53,7 @@ def made_options(owner: str, kind: type | None, values: Mapping[str, Any], other
     fields = option_names(kind)
     for name in values:
         if name not in fields:
-            near = difflib.get_close_matches(name, [*fields, *others], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = did_you_mean(name, [*fields, *others], ".")
             raise ValueError(f"{owner} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
     check_values(owner, values, kind)
     return kind(**values) if kind else None
@@ -64,7 +65,7 @@ def option_names(kind: type | None) -> list[str]:
 
 
 def as_number(value: Any, name: str, wanted: str = "a number") -> float:
-    """An argument as a float; ValueError, naming it and what is ``wanted``, if it is text or nothing that ``float`` takes."""
+    """An argument as a float; ValueError, naming it and what is ``wanted``, if it is text or ``float`` refuses it."""
     try:
         if not isinstance(value, str | bytes):
             return float(value)
@@ -74,12 +75,12 @@ def as_number(value: Any, name: str, wanted: str = "a number") -> float:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is an integer, numpy's included; truth values are none."""
+    """Whether it is an integer, numpy's included; booleans do not count."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, numpy's included; truth values are none."""
+    """Whether it is a real number, numpy's included; booleans do not count."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

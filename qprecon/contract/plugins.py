@@ -1,7 +1,7 @@
 """Third parties' records through entry points: of backends (`qprecon.backends`) and of mask selectors (`qprecon.masks`).
 
 An entry point's name is the record's. It is loaded when it is asked for by name, so that a broken one stops nobody else.
-What it does wrong when it runs is told with its name (`guarded`) and with where that was (`working_on`).
+An error while it runs names the plugin (`guarded`) and the place (`working_on`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class EntryPoints:
-    """Those of a group by name, not loaded. refused: names that two want, or that are built in, with what is wrong: nobody replaces
-    what exists, and nobody else is stopped by one who tries."""
+    """The entry points of a group by name, not loaded. refused: names that are built in or that two packages register, each with
+    what is wrong. They are left out, so that nothing built in is replaced and the other plugins still work."""
 
     found: dict[str, importlib.metadata.EntryPoint]
     refused: dict[str, str]
@@ -39,7 +39,7 @@ class EntryPoints:
 
 
 def entry_points(group: str, taken: Collection[str], what: str) -> EntryPoints:
-    """Those of a group, `what` they register being called so in errors; `taken`: names that are built in."""
+    """The entry points of a group. `what`: how errors call what they register; `taken`: names that are built in."""
     found: dict[str, importlib.metadata.EntryPoint] = {}
     refused: dict[str, str] = {}
     for entry in importlib.metadata.entry_points(group=group):
@@ -52,7 +52,7 @@ def entry_points(group: str, taken: Collection[str], what: str) -> EntryPoints:
 
 
 def source_identity(target: str) -> str:
-    """A checksum of a module's file: code that has changed gives other results. Empty where it has none."""
+    """A checksum of a module's file, since changed code gives other results; "" for a module without a file."""
     try:
         spec = find_spec(target)
     except (ImportError, ValueError):
@@ -64,7 +64,8 @@ def source_identity(target: str) -> str:
 def load_record(
     entry: importlib.metadata.EntryPoint, kind: type[Record], what: str, broken: type[PluginBrokenError] = PluginBrokenError
 ) -> Record:
-    """The record that an entry point names. `broken`, a PluginBrokenError: it cannot be loaded, or is not a `kind` of that name."""
+    """The record that an entry point names. Raises `broken`, a PluginBrokenError, if it cannot be loaded or is not a `kind` of that
+    name."""
     try:
         record = entry.load()
     except Exception as error:
@@ -77,7 +78,7 @@ def load_record(
 def loaded_records(
     entries: EntryPoints, kind: type[Record], what: str, broken: type[PluginBrokenError] = PluginBrokenError
 ) -> tuple[dict[str, Record], dict[str, str]]:
-    """The records that can be loaded, by name, and what is wrong with the others, by what they are called in a list."""
+    """The records that can be loaded, by name; and for the others what is wrong, by the name that they have in a list."""
     found, wrong = {}, {f"{name} (entry point)": reason for name, reason in entries.refused.items()}
     for name, entry in entries.found.items():
         try:
@@ -89,11 +90,11 @@ def loaded_records(
 
 @contextmanager
 def guarded(what: str, given: Mapping[str, Array]) -> Iterator[None]:
-    """While open, a third party's function runs, called `what` in errors, on arrays that it must leave as they are.
+    """Run a third party's function in this context. `what`: how errors call it; `given`: arrays that it must not change.
 
     Raises:
         ValueError: it refuses something. PluginBrokenError: it fails in another way, or has changed one of the `given` arrays.
-        Memory that runs out is nobody's fault and passes.
+        Errors about memory pass through unchanged.
     """
     before = {name: bits_by_line(array) for name, array in given.items()}
     try:
@@ -111,7 +112,7 @@ def guarded(what: str, given: Mapping[str, Array]) -> Iterator[None]:
 
 @contextmanager
 def working_on(where: str) -> Iterator[None]:
-    """While open, an error about a plugin gets `where` before it; what caused it stays its cause."""
+    """In this context an error about a plugin gets `where` in front of its message; its cause stays the same."""
     try:
         yield
     except PluginBrokenError as error:

@@ -6,7 +6,6 @@ Third parties register theirs through the entry-point group ``qprecon.backends``
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.metadata
 import itertools
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
+from ..wording import did_you_mean
 from . import plugins
 from .interface import Backend, Capabilities, SolveChunk, System
 from .options import made_options, option_names
@@ -123,7 +123,7 @@ def backends() -> dict[str, Backend]:
 
 
 def _listed() -> tuple[dict[str, Backend], dict[str, str]]:
-    """All that can be loaded, by name, and of the others what is wrong, by what they are called in a list."""
+    """Records that can be loaded, by name; and for the others what is wrong, by the name that they have in a list."""
     found, wrong = plugins.loaded_records(_entry_points(), Backend, "backend", BackendBrokenError)
     return {record.name: record for record in BUILT_IN} | found, wrong
 
@@ -163,16 +163,14 @@ def find(name: str) -> Backend:
     Raises:
         UnknownBackendError: no such backend; the message names the nearest.
     """
-    for record in BUILT_IN:  # without a look at every installed distribution's entry points, which costs milliseconds
+    for record in BUILT_IN:  # entry points are not looked up, which would cost milliseconds
         if record.name == name:
             return record
     entries = _entry_points()
-    if (entry := entries.get(name)) is not None:  # only this one is loaded: a broken third party stops nobody else
+    if (entry := entries.get(name)) is not None:  # only this one is loaded, so that another, broken one does no harm
         return _record(entry)
     known = [*(record.name for record in BUILT_IN), *entries.found]
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
+    raise UnknownBackendError(f"unknown backend {name!r}{did_you_mean(str(name), known, '.')} Known: auto, {', '.join(known)}")
 
 
 def refuse_options_of_auto(options: Iterable[str]) -> None:
@@ -185,8 +183,7 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
         raise ValueError(
             f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
         )
-    near = difflib.get_close_matches(name, [*_COMMON, *itertools.chain(*owned.values())], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ": no built-in backend that is installed has it"
+    hint = did_you_mean(name, [*_COMMON, *itertools.chain(*owned.values())], ": no built-in backend that is installed has it")
     raise ValueError(f"unknown option {name!r}{hint}")
 
 

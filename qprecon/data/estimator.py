@@ -23,7 +23,7 @@ from .moments import Moments, gram
 
 
 class MaskedRidge:
-    """Ridge regression of which a mask says which coefficients may differ from zero; scikit-learn's tools take it as one of theirs.
+    """Ridge regression in which a mask says which coefficients may differ from zero. It works with scikit-learn's tools.
 
     Args:
         mask: (outputs, inputs), the shape of ``coef_``: 1 or True where a coefficient may differ from 0. (inputs,) for a single

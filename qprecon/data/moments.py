@@ -3,8 +3,8 @@
     moments = qprecon.gram(X, Y)
     solution = qprecon.solve(moments.H, W, mask, rhs=moments.rhs, constant=moments.constant)
 
-With means taken off, batches are put together by the update of Chan, Golub & LeVeque (1983, The American Statistician 37(3), eq.
-2.1), which loses no digits where means are large: S = S_a + S_b + (s_a s_b / (s_a + s_b)) δδᵀ with δ the difference of the means.
+With `center`, batches are combined by the update of Chan, Golub & LeVeque (1983, The American Statistician 37(3), eq. 2.1), which
+loses no digits where means are large: S = S_a + S_b + (s_a s_b / (s_a + s_b)) δδᵀ with δ the difference of the means.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def gram(
         raise ValueError("X has no rows")
     if not float(sums.weight) > 0.0 and weights is not None:
         raise ValueError("weights are all zero")
-    for name, sound in flags:  # looked at last: without weights nothing above waits for a device
+    for name, sound in flags:  # checked last: without weights nothing above waits for a device
         if not bool(sound):
             raise ValueError(f"{name or 'X, Y or weights'}: NaN or Inf")
     moments = sums.finished()

@@ -16,9 +16,11 @@ HOST_PANELS, HOST_PANELS_FROM = 8, 256
 """The same for torch on a CPU: 9/16 of a whole product's operations. It took 58 to 63 % of its time at 576 to 4864 inputs and 512
 rows, with sixteen panels 55 to 66 %, one thread of AMD EPYC."""
 _MIRRORED = 1024  # rows of the triangle that numpy turns at a time
-_ROWS_OF_16_BITS, _SMALL = 1024, 1024
-"""Rows of 16 bits that one product sums, up to so many inputs. Tensor cores cut off where they add, so that a product of 5000 rows
-was 2e-5 too small (an H200); of a larger H the sums of parts would take as long as the products."""
+_LONGEST = 4096
+"""Rows of 16 bits that one product sums at most. Tensor cores cut off where they add: see ``qprecon.problem.hessian.ENTRY``."""
+_SHORT, _SMALL = 1024, 1024
+"""The same for so few inputs, which other kernels multiply: a product of 5000 rows was 2e-5 too small (an H200). With more inputs
+the sums of so short parts would take as long as the products."""
 
 
 def add_gram(sum_NN: Array, x_TN: Array) -> None:
@@ -37,14 +39,15 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
     x_TN = x_TN if wide else x_TN.to(sum_NN.dtype)
     for rows in _triangle(sum_NN):
         part_NN, left_TN, right_TN = sum_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]
-        if wide and len(sum_NN) <= _SMALL and len(x_TN) > _ROWS_OF_16_BITS:
-            even = len(x_TN) // _ROWS_OF_16_BITS * _ROWS_OF_16_BITS
-            parts_PTN = x_TN[:even].reshape(-1, _ROWS_OF_16_BITS, x_TN.shape[1])
+        if wide and len(sum_NN) <= _SMALL and len(x_TN) > _SHORT:
+            even = len(x_TN) // _SHORT * _SHORT
+            parts_PTN = x_TN[:even].reshape(-1, _SHORT, x_TN.shape[1])
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN, out_dtype=torch.float32).sum(0)
             if even < len(x_TN):
                 part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
         elif wide:
-            add_wide(part_NN, left_TN.t(), right_TN)
+            for few in panels(len(x_TN), _LONGEST):
+                add_wide(part_NN, left_TN[few].t(), right_TN[few])
         elif (pieces := pieces_of(x_TN)) > 1:
             even = len(x_TN) // pieces * pieces
             parts_PTN = x_TN[:even].reshape(pieces, -1, x_TN.shape[1])

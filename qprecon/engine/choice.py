@@ -13,14 +13,14 @@ from ..problem.column_qp import ColumnQP
 
 FLOAT32_TOLERANCE = 1e-7  # float32 cannot hold a smaller relative gap (its floor at 1 % damping is about 1e-8)
 _FEW, _MODERATE = 8, 1024
-"""Up to so many columns and inputs one factor a column beats, on a CPU, the shared work of an iteration."""
+"""On a CPU, one factor for each column is faster than shared iterations up to so many columns and inputs."""
 _SMALL = 1e11
-"""K·N³ up to which a GPU has factored all columns in a batch before pcg's launches are through: 7 ms against 14 at 256 x 256, 20
-against 26 at 512 x 512, but 124 against 32 at 1024 x 1024, on an H100 at 1e-4 (benchmarks/results/backends.md)."""
+"""K·N³ up to which a GPU factors all columns in a batch faster than pcg runs: 7 ms against 14 at 256 x 256, 20 against 26 at 512 x
+512, but 124 against 32 at 1024 x 1024, on an H100 at 1e-4 (benchmarks/results/backends.md)."""
 
 
 def choose_dtype(problem: ColumnQP, tol: float, dtype: str | None) -> tuple[str, str | None]:
-    """The backend's dtype and why; ``dtype`` as given wins.
+    """The backend's dtype and why; a given ``dtype`` is taken.
 
     Raises:
         ValueError: neither float32 nor float64, or a tolerance that float32 cannot hold.

@@ -19,7 +19,8 @@ from .results import LIMITS, NOT_RUN, Results
 
 
 def numbers_may_fail() -> np.errstate:
-    """A backend may diverge, and W may be beyond what float64 can square: numpy would warn of it, the audit's status says it."""
+    """Silence numpy's warnings: a backend may diverge, and W may be too large to be squared in float64. The audit's status says
+    so."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
@@ -31,7 +32,7 @@ class InProgress:
         problem, cert: what the audit needs.
         columns: index of the chunk in the problem.
         start: where the chunk began.
-        results: the best weights, their relative gaps, and what the backend said; ``finish`` fills in the rest.
+        results: the best weights, their relative gaps, and what the backend said; ``finish`` adds the rest.
         figures: of these weights.
         certified: (K,) whether the figures hold a certificate: the start's do not.
         doubted: (K,) whether an answer looked better than the start, but by less than H is known to.
@@ -80,7 +81,7 @@ class InProgress:
         self.certified[local] |= better_K
 
     def certify_starts(self, tol: float) -> None:
-        """Columns that still are their start, which was audited without a certificate, get theirs."""
+        """Certify columns that still are their start, which was audited without a certificate."""
         local = np.flatnonzero(~self.certified & (self.results.relative_gap > tol))
         if len(local):
             some_NK = self.weights_NK[:, within(local, self.weights_NK)]

@@ -12,12 +12,12 @@ Shapes: N inputs, K columns, G groups of inputs.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
+from ..wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,7 @@ def find_grid(
         return grid
     name = _OTHER_NAMES.get(str(grid), str(grid))
     if name not in _GRIDS:
-        near = difflib.get_close_matches(name, [*_GRIDS, *_OTHER_NAMES], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(name, [*_GRIDS, *_OTHER_NAMES], ".")
         raise ValueError(f"unknown grid {grid!r}{hint} Known: {', '.join(_GRIDS)}")
     found = _GRIDS[name]
     if scale_dtype not in ("float32", *_DTYPES):
@@ -184,7 +183,7 @@ class Fitted:
         return self.scale_GK if self.whole == 1.0 else round_to_dtype(self.scale_GK / self.whole, "float32")
 
     def mapped(self, change: Callable[..., Array], *others: Fitted) -> Fitted:
-        """The same grid with what ``change`` makes of the scales, and of the zero points, of this one and the others."""
+        """The same grid; scales, and zero points, are ``change`` of those of this one and of the others."""
         zeros = [fitted.zero_GK for fitted in (self, *others)]
         zero_GK = None if self.zero_GK is None else change(*zeros)
         return replace(self, scale_GK=change(self.scale_GK, *(fitted.scale_GK for fitted in others)), zero_GK=zero_GK)

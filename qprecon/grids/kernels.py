@@ -20,7 +20,7 @@ _VARIED: dict[str, Any] = {
         "a_ptr", "u_ptr", "scale_ptr", "zero_ptr", "q_ptr", "r_ptr", "rest_ptr", "mask_ptr", "out_ptr", "error_ptr",
     ],
 }  # fmt: skip
-"""Any few columns of a layer are given, and a kernel is compiled anew, for half a second, where these are divisible by 16."""
+"""Triton compiles a kernel again, in half a second, when this number becomes divisible by 16; it may be any number of columns."""
 _ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding and taking it away rounds to a whole number, ties to even, below 2²²
 _NONE, _BF16, _FP16 = 0, 1, 2
 _VALUES = {"float32": _NONE, "bfloat16": _BF16, "float16": _FP16}

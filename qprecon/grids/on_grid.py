@@ -40,7 +40,7 @@ METHODS = ("sweep", "descent", "gptq", "gptq-order", "gptq-start", "nearest")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rounded(Audit):
-    """Weights on a grid, and what is known of them: the figures are those of an ``Audit``, of exactly these weights.
+    """Weights on a grid, with the figures of an ``Audit`` of exactly these weights.
 
     ``gap_bound`` and ``relative_gap`` are the stored gap: how far these weights are at most above the best *real-valued* weights of
     the mask, and so above the best ones on the grid.
@@ -59,7 +59,7 @@ class Rounded(Audit):
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried: passes of descent in a row, scales re-fitted so many times, sweeps repeated so many times."""
+    """How much is tried: the number of passes of descent in a row, of re-fits of the scales, and of repeated sweeps."""
 
     method: str = "sweep"
     sweeps: int = 2

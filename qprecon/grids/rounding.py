@@ -1,7 +1,7 @@
 """Weights on a grid that cost as little as possible, for a mask and a layer's H.
 
 With A = H + λI and b the right-hand side (λw included), f(q) = qᵀAq − 2bᵀq is to be made small over q on a grid, 0 where pruned.
-Nobody knows the least value for sure; what is done here never makes f larger:
+The least value cannot be found for sure; nothing here makes f larger:
 
 - ``descend``: coordinate descent. The best value of one weight, the others fixed, is the grid's nearest to q_i + r_i / A_ii with
   r = b − Aq, since f is a parabola in q_i. Inputs are visited in order, all columns at once, in blocks of inputs: within a block r
@@ -29,7 +29,7 @@ from .scales import stored_scales
 
 Product = Callable[[slice, Array], Array]
 
-BLOCK = 64  # inputs of a block: what a step in it costs grows with the block, what a product after it costs falls
+BLOCK = 64  # inputs of a block: a larger block makes its steps cost more, and the products after them less
 _PANEL = 8  # blocks between two updates of all of r
 
 
@@ -90,7 +90,7 @@ def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK:
     curvature_B1 = a_BB.diagonal()[:, None]
     free_BK, divisor_B1 = mask_BK & (curvature_B1 > 0), xp.where(curvature_B1 > 0, curvature_B1, xp.ones_like(curvature_B1))
     on_host = device_type(q_BK) == "cpu"
-    for i in range(len(q_BK)):  # a step is some ten calls: on a CPU what they cost beside the arithmetic is half of all
+    for i in range(len(q_BK)):  # a step is some ten calls, and on a CPU half of the time is spent on calling
         row = slice(i, i + 1)
         q_1K, r_1K = q_BK[row], r_BK[row]
         step_1K = scales.part(row).nearest(q_1K + r_1K / divisor_B1[row]) - q_1K

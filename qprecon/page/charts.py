@@ -1,6 +1,6 @@
-"""Charts as inline SVG, coloured by the page's style sheet; every mark tells its values in a <title>.
+"""Charts as inline SVG, coloured by the page's style sheet; the values of a mark stand in its <title>.
 
-Reports may come from strangers, so nothing of theirs goes into a chart without `escape`.
+Reports may come from strangers, so all their text goes through `escape`.
 """
 
 from __future__ import annotations

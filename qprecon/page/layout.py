@@ -1,4 +1,4 @@
-"""Runs -> the page's text: what each place of the templates is filled with. jinja2 escapes whatever is no chart."""
+"""The page's text from runs: the values for each place in the templates. jinja2 escapes everything but charts."""
 
 from __future__ import annotations
 

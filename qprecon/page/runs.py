@@ -20,7 +20,7 @@ RECIPE_NAME = "recipe.yaml"
 
 @dataclass(frozen=True)
 class Settings:
-    """Those of a report that the page speaks of."""
+    """The settings of a report that the page shows."""
 
     mask: str
     update: str
@@ -36,7 +36,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """Those of a recovery's report that the page speaks of."""
+    """The settings of a recovery's report that the page shows."""
 
     nsamples: int
     seqlen: int

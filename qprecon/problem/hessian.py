@@ -14,13 +14,15 @@ from ..arrays.interop import Array, Place, cast, dtype_name, from_core, kind_of,
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
 from ..contract.options import as_number, is_whole
 
-ENTRY = 128.0
-"""An H summed in float32 is off by at most ``ENTRY`` · 2⁻²⁴ · √(H_ii H_jj) in entry (i, j), one in float64 by 2⁻⁵³ of the same.
-On a CPU 3 to 10 is usual; 35 was the most that was measured, for 262 144 tokens (tests/proof/test_certificate.py). An H100's
-tensor cores add products of bfloat16 numbers less exactly: 75 to 90, for 65 536 tokens in batches of 2048
-(tests/contract/test_gpu.py). They lose more in longer batches, as sums are cut off towards zero: 371 was seen for a product of 5000
-rows (an H200). So `qprecon.data.sums` makes small H from shorter products. Large ones, from products of 8192 rows whose mean is
-half their standard deviation, were off by 412 at 4096 and 409 at 14336 inputs (an H200): more than this says."""
+ENTRY = 192.0
+"""What is assumed of an H that was summed in float32: some multiple (1 − θ)XᵀX of the Gram matrix differs from H by at most
+``ENTRY`` · 2⁻²⁴ · √(H_ii H_jj) in entry (i, j). Of one that was summed in float64: by 2⁻⁵³ of the same.
+
+θ changes nothing: (1 − θ)XᵀX is a Gram matrix too, with the same optimal weights. It is 0 where sums are rounded, as on a
+CPU. The most that was measured there is 35, for 262 144 tokens (tests/proof/test_certificate.py). Tensor cores cut sums off
+towards zero. That shrinks all entries of a product nearly alike: with products of 4096 rows, the longest that
+``qprecon.data.sums`` makes, at most 171 is left beside θ, and some units by chance. docs/mathematics.md has the analysis,
+tests/core/test_sums.py the arithmetic."""
 
 _NOT_SEMIDEFINITE = (
     "H itself is not positive semidefinite, beyond what summing in float32 explains; only the damping makes it so. "

@@ -42,7 +42,7 @@ class Certificate:
         factor_NN: L with LLᵀ ⪯ A, or None where A is not positive definite to working precision.
         condition: (Σ √A_ii |x_i|)² ≤ condition · xᵀAx for every x on live inputs; inf without a factor.
         semidefinite: whether A has no negative eigenvalue beyond float64 rounding, after scaling by its diagonal.
-        entry: entry (i, j) of H is known to ``entry`` · √(H_ii H_jj).
+        entry: entry (i, j) of H is known to ``entry`` · √(H_ii H_jj), but for a factor that all entries share (``hessian.ENTRY``).
         shift_N: T's diagonal, (N,) float64, or None without a factor.
         unit: a power of two near the mean of the diagonal.
         dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has other numbers there: no feasible residual does.
@@ -129,7 +129,7 @@ def own_factor(block_II: np.ndarray) -> tuple[np.ndarray | None, float]:
 
 
 def known_to(hessian_NN: Array) -> float:
-    """ε with entry (i, j) of H known to ε √(H_ii H_jj).
+    """ε with entry (i, j) of H known to ε √(H_ii H_jj), but for a factor that all entries share (``hessian.ENTRY``).
 
     By the dtype, or by the bits in use where float32 sums were widened (a mean of two takes one more).
     """

@@ -1,4 +1,4 @@
-"""What to know of an answer beside its certificate, which speaks of H as it is given."""
+"""What an answer's certificate does not say, as it speaks of H as given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _FLOAT32 = 2.0**-30  # H is known to more than this where it was summed in float
 
 
 def fitted_to_rounding(problem: ColumnQP, columns: np.ndarray) -> tuple[str, ...]:
-    """Says of how many of the given columns, certified ones, weights may follow the rounding of an H that was summed in float32.
+    """How many of the given certified columns may have weights that follow the rounding of an H that was summed in float32, in
+    words.
 
     With D the diagonal of H these are the columns whose kept inputs have an x with xᵀAx < ε xᵀDx, ε being what entries of H are
     known to (``certificate.known_to``): along x H may as well be singular, as it is with fewer tokens than kept inputs. Found by a

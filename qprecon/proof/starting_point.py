@@ -1,4 +1,4 @@
-"""Where columns start from, what a column's objective is measured in, and when an answer is better than the start."""
+"""The start of columns, the scale of a column's objective, and whether an answer is better than the start."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _zero(problem: ColumnQP, columns: Any) -> tuple[np.ndarray, np.ndarray] | tu
     given_K = problem.constant_K[columns]
     zero_K = given_K - column_dots(w_NK, rhs_NK + g_NK)
     rounding_K = 4.0 * gamma(problem.n_inputs) * (given_K + column_dots(abs(w_NK), abs(rhs_NK) + abs(g_NK)))
-    # rhs and constant are sums over tokens in the caller's arithmetic, float32 perhaps: they need not agree to float64's digits
+    # rhs and constant are the caller's sums over tokens, perhaps in float32: they need not agree to float64's accuracy
     slack_K = 1e-3 * given_K + rounding_K
     if bool((zero_K < -slack_K).any()):
         worst = int(indices_of(columns)[to_numpy(zero_K + 1e-3 * given_K).argmin()])

@@ -111,11 +111,14 @@ def test_figures(bench, tmp_path):
 
 
 def test_without_matplotlib_it_says_what_to_install(bench, monkeypatch):
+    from benchmarks.models import paper
     from benchmarks.tables import paper as paper_tables
 
+    common, out = bench
+    assert paper.main([*common, "--rows", "core"]) == 0
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
-        paper_tables._pyplot()
+        paper_tables.main(["--results", str(out), "--figures", str(out)])
 
 
 def test_reference_only_for_the_same_protocol(bench):

@@ -147,7 +147,7 @@ def test_parts_of_the_code_have_no_file_in_common(bench):
 
 
 def test_two_processes_write_to_one_file(bench, tmp_path):
-    from benchmarks.models.paper import Results
+    from benchmarks.rows import Results
 
     path = tmp_path / "rows.json"
     one, other = Results(path), Results(path)

@@ -28,7 +28,8 @@ def tables(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
-    from benchmarks.tables import pages, quality
+    from benchmarks import pages
+    from benchmarks.tables import quality
 
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     return quality, tmp_path

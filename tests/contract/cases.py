@@ -10,6 +10,7 @@ import pytest
 
 import qprecon
 from qprecon.contract import Backend, registry
+from qprecon.problem.hessian import ENTRY
 
 from . import reference
 from .families import FAMILIES, Problem
@@ -78,10 +79,10 @@ def check(problem: Problem, solution: qprecon.Solution, truth: reference.Truth) 
 
 
 def _known_to(problem: Problem) -> float:
-    """What f is known to, in units of the column's mass squared: its own rounding, and H's (``qprecon.proof.factor.ENTRY``)."""
+    """What f is known to, in units of the column's mass squared: its own rounding, and H's (``qprecon.problem.hessian.ENTRY``)."""
     n, h_NN = len(problem.hessian_NN), problem.hessian_NN
     summed_in_float32 = (h_NN == h_NN.astype(np.float32)).all()
-    return 4.0 * (n + 12) * 2.0**-53 + 128.0 * (2.0**-24 if summed_in_float32 else 2.0**-53)
+    return 4.0 * (n + 12) * 2.0**-53 + ENTRY * (2.0**-24 if summed_in_float32 else 2.0**-53)
 
 
 def _check_feasible(problem: Problem, solution: qprecon.Solution, new_NK: np.ndarray) -> None:

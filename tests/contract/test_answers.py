@@ -84,6 +84,7 @@ WRONG = {
     "extras as a list": (lambda x: RawColumns(x, "solved", 0, [1]), "extras are"),
     "extras by number": (lambda x: RawColumns(x, "solved", 0, {1: 2}), "extras are"),
     "seconds as words": (lambda x: RawColumns(x, "solved", 0, {"compile_seconds": "3"}), "compile_seconds is '3'"),
+    "negative seconds": (lambda x: RawColumns(x, "solved", 0, {"compile_seconds": -1.0}), "compile_seconds is -1.0"),
 }
 
 
@@ -99,7 +100,7 @@ def test_an_answer_of_another_form(monkeypatch: pytest.MonkeyPatch, fault: str) 
 @pytest.mark.parametrize("words", ["done", ("done",) * K, np.full(K, "done"), np.full(K, "done", dtype=object)])
 def test_every_form_that_is_right(monkeypatch: pytest.MonkeyPatch, words: Any, iterations: Any) -> None:
     """One for all columns or one each, of any library; a word that is not understood is passed on."""
-    answering(monkeypatch, lambda x: RawColumns(torch.from_numpy(x), words, iterations, {"note": object()}))
+    answering(monkeypatch, lambda x: RawColumns(torch.from_numpy(x), words, iterations, {"note": object(), "compile_seconds": 0.0}))
     solution = solve()
     assert solution.reported_status[:K].tolist() == ["done"] * K
     assert solution.iterations[:K].tolist() == [7] * K and solution.iterations.dtype == np.int64

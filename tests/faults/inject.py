@@ -155,11 +155,11 @@ def _checks_only() -> Iterator[None]:
     def stop(*_: Any, **__: Any) -> None:
         raise SystemExit(0)
 
-    before, prune_model.calibration_samples = prune_model.calibration_samples, stop
+    before, prune_model.samples_for_all = prune_model.samples_for_all, stop
     try:
         yield
     finally:
-        prune_model.calibration_samples = before
+        prune_model.samples_for_all = before
 
 
 FAULTS: dict[str, Callable[..., Any]] = {

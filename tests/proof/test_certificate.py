@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import qprecon
-from qprecon.proof.factor import ENTRY, Certificate, certificate
+from qprecon.problem.hessian import ENTRY
+from qprecon.proof.factor import Certificate, certificate
 from tests.contract.families import FAMILIES
 from tests.fuzz.exact import Exact, quadratic_gain
 

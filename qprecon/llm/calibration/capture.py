@@ -1,4 +1,4 @@
-"""What every decoder block of a model is called with, recorded in one pass that computes no block.
+"""The arguments of every decoder block of a model, recorded in one pass that computes no block.
 
 While recording, a block's forward returns its input, so the model prepares masks, position embeddings and whatever
 else its blocks are given (each block its own: Gemma 3 alternates between two of each), and nothing is spent on blocks.

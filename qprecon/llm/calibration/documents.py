@@ -1,4 +1,4 @@
-"""Documents out of files: plain text, rows of JSON, tables. What a file is, is told from its content, not from its name alone.
+"""Documents out of files: plain text, rows of JSON, tables. The content of a file decides what it is, not its name alone.
 
 | file | documents |
 | --- | --- |

@@ -1,10 +1,9 @@
-"""Where activations are kept between blocks, and what happens when a GPU's memory does not suffice."""
+"""Where activations are kept between blocks, and what is done when a GPU runs out of memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -77,13 +76,21 @@ def choose_store(bytes_needed: int, device: torch.device, share: int = 3) -> tor
 
 def check_host_memory(bytes_needed: int, what: str) -> None:
     """MemoryError, beginning with `what`, where the host has less to give; where that is not known, nothing."""
-    try:
-        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available = 1024 * int(facts["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return
-    if bytes_needed > available:
+    available = free_bytes(torch.device("cpu"))
+    if available is not None and bytes_needed > available:
         raise MemoryError(f"{what}: {bytes_needed / 1e9:.3g} GB, but {available / 1e9:.3g} GB of the host's memory are available")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU or in the host's memory; None where that cannot be known."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        import psutil  # accelerate brings it
+    except ModuleNotFoundError:
+        return None
+    return psutil.virtual_memory().available
 
 
 def with_room(inputs: Movable, note: Callable[[str], None], what: str, work: Callable[[], Result]) -> Result:

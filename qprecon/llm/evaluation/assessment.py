@@ -63,23 +63,9 @@ def evaluate(
     Raises ValueError where neither text nor tasks are given, for options of the one that is not, or `save` where the model is no
     folder; and as the two do.
     """
-    if text is None and tasks is None:
-        raise ValueError("nothing to measure: give --text, --tasks or both")
-    for wanted, word, options in ((text, "text", perplexity_options), (tasks, "tasks", task_options)):
-        if wanted is None and (idle := [name for name, value in (options or {}).items() if value is not None]):
-            raise ValueError(f"{idle[0]} has no effect without {word} (--{word})")
-    if save and not Path(model).is_dir():
-        raise ValueError(f"{model} is no folder here, so the results cannot be saved in it")
-    size = {} if batch_size is None else {"batch_size": batch_size}
-    check_perplexity(**size, **(perplexity_options or {}))
-    if tasks is not None:
-        # lm-eval takes seconds to import, and perplexity alone does not need it.
-        from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
-
-        check_tasks(tasks, **(task_options or {}))
-    if save:
-        _saved(Path(model) / EVALUATION_NAME)
-    options = dict(perplexity_options or {})
+    size: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
+    options, task_options = dict(perplexity_options or {}), dict(task_options or {})
+    _check_asked(Path(model), text, tasks, save, size, options, task_options)
     folder = model_folder(model)
     config = load_config(folder)
     cutting = {name: options[name] for name in ("seqlen", "bos") if name in options}
@@ -95,7 +81,9 @@ def evaluate(
     common: dict[str, Any] = {"tokenizer": tokenizer, "progress": progress, **size}
     scores = measured = None
     if tasks is not None:
-        scores = evaluate_tasks(loaded, tasks, **common, **(task_options or {}))
+        from qprecon.llm.evaluation.tasks import evaluate_tasks  # lm-eval takes seconds to import
+
+        scores = evaluate_tasks(loaded, tasks, **common, **task_options)
     if text is not None:
         measured = perplexity(loaded, windows, text_name=Path(str(text)).name, **common, **options)
     result = Evaluation(measured, scores, (unused,) if unused else ())
@@ -104,8 +92,29 @@ def evaluate(
     return result
 
 
+def _check_asked(
+    model: Path, text: str | None, tasks: str | None, save: bool, size: Mapping[str, Any],
+    perplexity_options: Mapping[str, Any], task_options: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """ValueError for what cannot be measured or saved, before anything is loaded."""
+    if text is None and tasks is None:
+        raise ValueError("nothing to measure: give --text, --tasks or both")
+    for wanted, word, options in ((text, "text", perplexity_options), (tasks, "tasks", task_options)):
+        if wanted is None and (idle := [name for name, value in options.items() if value is not None]):
+            raise ValueError(f"{idle[0]} has no effect without {word} (--{word})")
+    if save and not model.is_dir():
+        raise ValueError(f"{model} is no folder here, so the results cannot be saved in it")
+    check_perplexity(**size, **perplexity_options)
+    if tasks is not None:
+        from qprecon.llm.evaluation.tasks import check_tasks
+
+        check_tasks(tasks, **task_options)
+    if save:
+        _saved(model / EVALUATION_NAME)
+
+
 def _saved(path: Path) -> dict[str, Any]:
-    """What earlier measurements left in a file. BadFileError for one that nothing can be added to."""
+    """Earlier measurements in a file. BadFileError if nothing can be added to it."""
     if not path.is_file():
         return {"format": 1, "perplexity": [], "tasks": []}
     saved = read_json(path)

@@ -111,7 +111,7 @@ def _text(row: Row, field: str) -> str:
 
 
 def _answer(row: Row, field: str) -> str:
-    """A text that is scored: lm-eval has nothing to score where it is empty, and fails after everything else."""
+    """A text that is scored. lm-eval cannot score an empty one, and would fail at the very end."""
     if not _text(row, field).strip():
         raise ValueError(f"{field} is empty, so there is nothing to score")
     return row[field]

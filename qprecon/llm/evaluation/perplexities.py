@@ -1,4 +1,4 @@
-"""Perplexity over non-overlapping windows, with what makes the number comparable beside it."""
+"""Perplexity over non-overlapping windows, with the conditions that make it comparable."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from qprecon.contract.options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.evaluation.likelihoods import log_likelihoods
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
 from qprecon.llm.files.hub import offline_if_silent
@@ -73,7 +74,7 @@ def evaluate_tasks(
     data_dir: str | Path | None = None,
     tokenizer: Any = None,
     limit: int | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     device: Any = None,
     progress: bool | str = False,
 ) -> TaskScores:
@@ -85,7 +86,7 @@ def evaluate_tasks(
         data_dir: a folder of local files instead of the hub (`qprecon.llm.evaluation.local_tasks` has names and fields).
         tokenizer: needed where `model` is in memory.
         limit: only the first so many items of each task (of each subject, for MMLU).
-        batch_size: requests a forward pass.
+        batch_size: rows of a forward pass; None takes as many as a few GB allow on a GPU, and less on a CPU.
         device: moves the model there first; None leaves it, and loads a path onto a GPU if any.
         progress: "bar" or True shows lm-eval's own bars on stderr; anything else is quiet.
 
@@ -130,14 +131,14 @@ def _from_hub(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             raise OSError(f"the tasks' data cannot be had from the hub: {error}. Local files are taken with --data-dir") from error
 
 
-def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_size: int, bar: bool) -> dict[str, Any]:
+def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_size: int | None, bar: bool) -> dict[str, Any]:
     # Not simple_evaluate, which also looks at the current folder's commit: outside a checkout git then writes "fatal: ..." to
     # stderr, past what Python can redirect.
     from lm_eval import evaluate
 
     with evaluation_mode(model), computing_on(model.device):
         # lm-eval sets a padding token, so it gets a tokenizer of its own.
-        lm = _adapter(bar)(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        lm = _adapter(bar, batch_size)(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size or 1)
         found = _task_manager(any(isinstance(task, str) for task in tasks)).load(tasks)
         for task in found["tasks"].values():
             task.set_config(key="num_fewshot", value=0)
@@ -145,9 +146,11 @@ def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_
         return evaluate(lm, found, limit=limit, bootstrap_iters=0, log_samples=False)
 
 
-def _adapter(bar: bool) -> type:
-    """lm-eval's model of transformers with its bar only where asked for, and with what it tokenised a moment ago remembered."""
+def _adapter(bar: bool, rows: int | None) -> type:
+    """lm-eval's model of transformers with likelihoods from `log_likelihoods`, its bar only where asked for, and with what it
+    tokenised a moment ago remembered."""
     from lm_eval.models.huggingface import HFLM
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Adapter(HFLM):
         @functools.cached_property
@@ -159,6 +162,16 @@ def _adapter(bar: bool) -> type:
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not bar)
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
+            how = {"device": self.device, "vocabulary": self.vocab_size, "longest": self.max_length, "rows": rows}
+            answers: list[Any] = [None] * len(requests)
+            found = log_likelihoods(self._model_call, [request[1:] for request in requests], **how)
+            for number, *answer in tqdm(found, total=len(requests), disable=disable_tqdm, desc="log-likelihoods"):
+                answers[number] = tuple(answer)
+                if requests[number][0] is not None:  # one of a rolling likelihood has no text of its own
+                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
+            return answers
 
     return Adapter
 

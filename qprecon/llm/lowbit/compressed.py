@@ -45,7 +45,7 @@ def packed(fitted: Fitted, values_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         values_NK: the weights, on the grid, (N inputs, K outputs).
 
     Raises:
-        AssertionError: what the library unpacks is something else; nothing is to be written then.
+        AssertionError: the library unpacks other values; nothing must be written then.
     """
     compressor, plan, dtype = _compressor(fitted.grid), scheme(fitted.grid), getattr(torch, fitted.grid.scale_dtype)
     # in float32, since the codes are computed from these: bfloat16 cannot tell those of 8 bits apart
@@ -79,7 +79,7 @@ def packed_tensors(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, Fit
 
 
 def low_bit_facts(scales: Mapping[str, Fitted]) -> dict[str, Any]:
-    """What is to be known of packed tensors, by the names of the weights, so that `unpacked_tensors` can read them. For JSON."""
+    """Facts about packed tensors, by the names of the weights, that `unpacked_tensors` needs to read them. For JSON."""
     grids = {fitted.grid for fitted in scales.values()}
     if not grids:
         return {}

@@ -1,7 +1,7 @@
 """Fused experts in files: transformers writes some of them one by one, and reads them back into one parameter.
 
-A fused parameter of gate and up becomes two matrices for each expert, under names of the model's own history. Which columns of a
-view a written matrix holds is told by its values, so that no architecture has to be known here.
+A fused parameter of gate and up becomes two matrices for each expert, under names of the model's own history. The values of a
+written matrix show which columns of a view it holds, so that no architecture has to be known here.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def grid_of(recipe: Recipe, dtype: torch.dtype) -> Grid | None:
 
 
 def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | None) -> None:
-    """ValueError, naming a layer and what would do, where these layers cannot be stored as asked.
+    """ValueError, naming a layer and what would work, where these layers cannot be stored as asked.
 
     model: what they are layers of, if they are to be written to files.
     """

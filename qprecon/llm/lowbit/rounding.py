@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _WORTH = 1e-3  # of a column's cost; less than that is not worth a sweep
 _MOST = 1 / 2  # of the columns: then a sweep is a few per cent of the time that the solve takes
 _TOGETHER = 1e-4
-"""Of what all columns cost: where less is lost in the columns that are to be descended, no sweep is made. On a GPU it takes as long
-for one column as for a thousand."""
+"""A share of the cost of all columns. If the columns that would be descended lose less than this, no sweep is made: on a GPU it
+takes as long for one column as for a thousand."""
 _PANEL = 8192  # columns whose float64 copies exist at a time
 
 

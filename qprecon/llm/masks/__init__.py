@@ -11,7 +11,6 @@ Weights are (N inputs, K outputs), the transpose of `torch.nn.Linear.weight`; a 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qprecon.contract import plugins
 from qprecon.contract.options import made_options
 from qprecon.errors import PluginBrokenError
+from qprecon.wording import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ class Selector:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is one of qprecon's own, which are trusted."""
+        """Whether it is one of qprecon's own, whose results are not checked."""
         return SELECTORS.get(self.name) is self
 
     def as_mask(self, value: Any, layer: LayerData) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Selector:
                 f"mask {self.name!r}, layer {layer.name!r}: the mask has shape {tuple(mask_NK.shape)}, not "
                 f"{tuple(layer.weights_NK.shape)} (inputs, outputs)"
             )
-        return mask_NK.to(layer.weights_NK.device, copy=True)  # its maker may fill the same tensor again for the next layer
+        return mask_NK.to(layer.weights_NK.device, copy=True)  # the caller may reuse the same tensor for the next layer
 
     def _checked(self, found: Any, layer: LayerData, what: str) -> Selection:
         """What a third party's `select` returned, as it should be."""
@@ -216,9 +216,7 @@ def get_selector(name: str) -> Selector:
     if (entry := entries.get(name)) is not None:
         return plugins.load_record(entry, Selector, "mask")
     known = [*SELECTORS, *entries.found]
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(f"unknown mask {name!r}{hint} Known: {', '.join(known)}")
+    raise ValueError(f"unknown mask {name!r}{did_you_mean(name.lower(), known, '.')} Known: {', '.join(known)}")
 
 
 def undamped_diagonal(layer: LayerData) -> torch.Tensor:

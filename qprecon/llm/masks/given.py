@@ -16,7 +16,6 @@ Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = k
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
 from qprecon.llm.masks.packed import packed_shapes, unpack
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.wording import did_you_mean
 
 if TYPE_CHECKING:
     from qprecon.llm.model.linears import Stored
@@ -110,7 +110,7 @@ def load_masks(
             by_name[name] = partial(by_name[whole], how.expert, how.experts)  # as DBRX has them
     missing = [name for name in names or () if _bare(name) not in by_name]
     if missing:
-        hint = _near(missing[0], by_name)
+        hint = did_you_mean(missing[0], by_name)
         raise ValueError(f"no mask is given for layer {missing[0]!r}; there are {_listed(by_name)}{hint}")
     if known is not None and not _is_folder(source):  # which holds more than layers
         stacked = {_without_expert(name, how.expert) for name, how in (stored or {}).items() if how.expert is not None}
@@ -131,12 +131,7 @@ def load_masks(
 def _check_known(names: Collection[str], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
-            raise ValueError(f"there is a mask for {name!r}, but the model has no such layer{_near(name, known)}")
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"there is a mask for {name!r}, but the model has no such layer{did_you_mean(name, known)}")
 
 
 Entries = list[tuple[str, Callable[..., object]]]

@@ -7,25 +7,11 @@ scores 0, so its weights go first. Counts are floor(s*N) an output, ties include
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
-from qprecon.llm.masks.patterns import Pattern, check_group, select_mask
+from qprecon.llm.masks.magnitude import Options, by_output
+from qprecon.llm.masks.patterns import Pattern, select_mask
 
-
-@dataclass(frozen=True)
-class Options:
-    """group: which weights are compared, those of one "output", of one "input", or of the whole "layer"."""
-
-    group: str = "output"
-
-    def __post_init__(self) -> None:
-        check_group(self.group)
-
-
-def by_output(pattern: Pattern, options: Options) -> bool:
-    """Whether outputs are not compared with one another."""
-    return pattern.is_nm or options.group == "output"
+__all__ = ["Options", "by_output", "select"]  # what is compared is chosen as for magnitudes
 
 
 def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:

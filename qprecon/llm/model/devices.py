@@ -1,4 +1,4 @@
-"""The device of a run is torch's current one meanwhile.
+"""torch's current device is that of the run while it lasts.
 
 Tensors carry their device, but some calls of torch (free memory, peak memory, waiting) and kernels of other libraries take the
 current one, which is the first GPU unless somebody says otherwise.

@@ -1,4 +1,5 @@
-"""Fused experts: parameters (E, ·, ·), or the same as a matrix (E·, ·), with one linear layer an expert, and what each multiplies.
+"""Fused experts: parameters (E, ·, ·), or the same as a matrix (E·, ·), that hold one linear layer for each expert, and the inputs
+of each.
 
 No module is called per expert there, so hooks see nothing. The products themselves are watched instead, with the eager
 implementation of transformers' experts, which multiplies by one expert's slice at a time.
@@ -134,7 +135,7 @@ def routers(block: nn.Module) -> list[nn.Module]:
 
 
 class Routing:
-    """What a block's routers return in one pass, to be returned again in another, so that the same tokens reach each expert.
+    """What a block's routers return in one pass, replayed in another pass, so that the same tokens reach each expert.
 
     In the two streams of a partly pruned model a token may be sent to different experts. What an expert is asked for can only be
     said of the tokens that the pruned model sends to it: the dense expert's answer to the dense activations of those tokens.

@@ -207,7 +207,7 @@ def local_copy(model: str) -> Path | None:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """While open, transformers does not log what it finds: it is asked, and what matters is said in one line."""
+    """In this context transformers logs nothing: we ask for what it found, and raise an error of one line."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

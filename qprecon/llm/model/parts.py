@@ -52,7 +52,7 @@ def _tried(model: nn.Module, name: str, tokens: torch.Tensor) -> Parts | None:
         output = decoder(input_ids=tokens, use_cache=False)
         parts = Parts(_decode(decoder, "last_hidden_state"), _head(model, name, type(output)))
         found = parts.head(output.last_hidden_state[0])
-    except Exception as error:  # of whatever class: it is no decoder, or the model's forward function wants more of it
+    except Exception as error:  # any exception: it is no decoder, or the model's forward function needs more of it
         if out_of_memory(error):
             raise
         return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+
+from qprecon.wording import did_you_mean
 
 # For `ignore` (or `targets`): the linears of attention, which are those below a module that is called attn or attention in
 # any way (self_attn, attn, self_attention, linear_attn). The command line's --skip-attention is `ignore=ATTENTION`.
@@ -50,6 +51,5 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], what: str) -> 
             raise ValueError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
         if not found:
             words = sorted({word for name in names for word in (name, *name.split("."))})
-            close = difflib.get_close_matches(pattern, words, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; a name looks like {names[0]!r}" if names else ""
+            hint = did_you_mean(pattern, words, f"; a name looks like {names[0]!r}" if names else "")
             raise ValueError(f"{what}: {pattern!r} matches no layer{hint}")

@@ -1,4 +1,4 @@
-"""Every model that cannot be pruned as it is, why, and the way out: one place, so that no other module has to think of them.
+"""All checks for models that cannot be pruned as they are, with the reason and the way out; other modules need no such checks.
 
 Before anything is computed: adapters, wrappers, inference tensors, computed, quantised and unknown kinds of weights. While the
 calls of blocks are recorded: blocks that are not called once each and in order, a second stack of blocks, blocks that use what is

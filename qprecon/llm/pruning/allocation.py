@@ -1,8 +1,8 @@
-"""A sparsity for each block instead of one for all: OWL (Yin et al., arXiv 2310.05175).
+"""Sparsities that differ between blocks: OWL's (Yin et al., arXiv 2310.05175), and those by the loss's gradients (`ByLoss`).
 
-A block whose Wanda scores |W_ij|·‖X_i‖ hold more outliers keeps more weights. With D the share of scores above `threshold` times
-their mean, over all linears of a block together (the paper's equation 1), the kept share is D scaled linearly to [0, 2λ], shifted
-so that the mean over blocks is 1 − sparsity. The scores are those of the dense model.
+OWL: a block whose Wanda scores |W_ij|·‖X_i‖ hold more outliers keeps more weights. With D the share of scores above `threshold`
+times their mean, over all linears of a block together (the paper's equation 1), the kept share is D scaled linearly to [0, 2λ],
+shifted so that the mean over blocks is 1 − sparsity. The scores are those of the dense model.
 
 Departures from the original program, each deliberate: blocks count in the mean by their weights (there all alike), blocks with
 equal D get equal shares (it divides by zero there), a kept share is cut to 1 (it becomes a sparsity of 0.01 there), and options

@@ -1,4 +1,4 @@
-"""Whether a recipe can be followed: names, options, masks that are given; and what is worth knowing before hours of work."""
+"""Checks of a recipe before hours of work: names, options, given masks, and a trial on a tiny layer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:
 
 
 def check_ranks(method: Method, ranks: Ranks) -> None:
-    """ValueError for what one process alone can do."""
+    """ValueError for settings that need a single process."""
     if ranks.size == 1:
         return
     if method.adapter_rank:

@@ -1,4 +1,4 @@
-"""How much of a model stays dense, and why: a sparsity of 50 % may be one of 22 % of the model."""
+"""How much of a model stays dense, and why: 50 % of the pruned layers may be 22 % of the model."""
 
 from __future__ import annotations
 

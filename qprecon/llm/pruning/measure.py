@@ -55,7 +55,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Remark:
-    """What a row says of its mask: `LayerRow`'s fields of these names."""
+    """A row's remarks on its mask: fields of `LayerRow` with these names."""
 
     note: str = ""
     off_pattern: bool = False

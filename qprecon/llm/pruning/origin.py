@@ -1,6 +1,6 @@
-"""What `prune_model` was given as its model -> the model in memory, or the skeleton of a folder that is read block by block.
+"""From `prune_model`'s argument `model` to the model in memory or the skeleton of a folder, and to its blocks.
 
-Then the blocks of either, those of a folder with what an unfinished run has finished of them.
+A folder's blocks are read one by one, those that an unfinished run has finished with their pruned weights.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: A
 
 
 def _narrowed(model: nn.Module, shards: Shards | None, dtype: Any) -> str | None:
-    """What to know where the files hold wider floats than the configuration asks for, as transformers loads them by itself."""
+    """A note if the files hold wider floats than the configuration asks for; transformers narrows them as it loads them."""
     taken = getattr(model, "dtype", None)
     if dtype != "auto" or shards is None or taken not in (torch.float16, torch.bfloat16):
         return None

@@ -13,6 +13,7 @@ from torch import nn
 from qprecon.arrays.collector import no_collection
 from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
+from qprecon.llm.calibration.samples import samples_for_all
 from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
 from qprecon.llm.lowbit.grid import check_grid, grid_of
@@ -31,7 +32,7 @@ from qprecon.llm.pruning.left_dense import left_dense
 from qprecon.llm.pruning.loop import prune_blocks
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, companions_of, find_model, open_source
-from qprecon.llm.pruning.plan import Plan, calibration_samples, plan_layers
+from qprecon.llm.pruning.plan import Plan, plan_layers
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, outcome
@@ -211,9 +212,9 @@ def _opened(
     if out is not None and ranks.first:
         with log.library_bars():
             check_writable(found.model, found.tokenizer, folder)
-    text = (calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed)
-    # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
-    samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(found.model, *text)])
+    samples = samples_for_all(
+        ranks, found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed
+    )
     if found.is_skeleton:
         with log.library_bars():
             found = found.in_memory(log)

@@ -20,7 +20,7 @@ from qprecon.errors import RankError
 
 _AGAIN = 0.05  # seconds between two looks
 _TRY = 5.0  # seconds in which a host that is there answers
-_LEAVING = 1.0  # seconds in which the others read why the rank that has the store ends
+_LEAVING = 1.0  # seconds that the rank with the store stays, so that the others can read why it ends
 _MET = "all"  # the outcome of a roll call that all came to
 
 
@@ -90,7 +90,8 @@ class Place:
             time.sleep(_AGAIN)
 
     def _own(self) -> Any:
-        """Rank 0's store. Its own way to it is the loopback: the address may be that of a service which leads here."""
+        """Rank 0's store. Rank 0 reaches it by the loopback address, as the given one may belong to a service in front of this
+        host."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -108,7 +109,7 @@ class Place:
             raise self._unreached(f"what listens there is no store of torch's, or it ended: {_reason(error)}") from error
 
     def _call_the_roll(self, store: Any, deadline: float) -> None:
-        """One outcome for all: who is the first to see everybody there, or to wait no longer, decides it."""
+        """One outcome for all ranks. The first one that sees all others, or that stops waiting, decides it."""
         roll = distributed.PrefixStore("arrival", store)
         try:
             if roll.add(str(self.rank), 1) > 1:

@@ -1,4 +1,4 @@
-"""Who does what: calibration windows, and the columns of layers, dealt to ranks. Nothing here talks to anybody."""
+"""The division of work: calibration windows, and columns of layers, dealt to ranks. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PORTIONS, _LARGEST = 16, 16  # portions of the windows, at least, and windows o
 class Share:
     """The calibration windows of a rank.
 
-    portions: all windows by number, in parts that are summed one after the other; part p is rank p mod `size`'s, in round p div
-    `size`. lengths: the tokens of each window. A rank without windows goes along with a copy of the first one, which counts nowhere
-    (`spare`): so it knows how blocks are called.
+    portions: all windows by number, in parts that are summed one after the other; part p belongs to rank p mod `size`, in round p
+    div `size`. lengths: the tokens of each window. A rank without windows runs a copy of the first one that is not counted
+    (`spare`), so that it knows how blocks are called.
     """
 
     portions: tuple[range, ...]
@@ -75,12 +75,12 @@ _LAUNCHES, _ONCE, _COLUMN, _COLUMN_PRODUCT = 1.8e-2, 1.1e-14, 1.2e-9, 2.4e-13
 
 
 def seconds_once(n_inputs: int) -> float:
-    """Estimated, of what a rank does once for a matrix of so many inputs."""
+    """Estimated seconds of what a rank does once for a matrix of so many inputs."""
     return _LAUNCHES + _ONCE * n_inputs**3
 
 
 def seconds_of_column(n_inputs: int) -> float:
-    """Estimated, of a column of so many inputs, from its mask to its measurement."""
+    """Estimated seconds for a column of so many inputs, from its mask to its measurement."""
     return _COLUMN * n_inputs + _COLUMN_PRODUCT * n_inputs**2
 
 

@@ -69,7 +69,7 @@ class Ranks:
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """ValueError, which names what differs and where, unless all ranks were given the same settings.
 
-        Each rank does its layers by its own, and the report has those of the first one only.
+        Otherwise each rank would follow its own settings, and the report would show only the first one's.
         """
         if self.size == 1:
             return
@@ -81,7 +81,7 @@ class Ranks:
                 raise ValueError(f"all ranks take the same arguments, but rank 0 has {here} and rank {rank} has {there}")
 
     def decided(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives on the first rank, which alone does it; the others wait for as long as that rank's process lives."""
+        """The result of `work`, which only the first rank does; the others wait as long as that rank's process lives."""
         if self.meeting is None:
             return work()
         with self.busy() if self.first else nullcontext():
@@ -95,14 +95,15 @@ class Ranks:
     def computing(self, device: torch.device) -> AbstractContextManager[None]:
         """While open, the others wait for this rank as long as its processor is busy, if that is what computes.
 
-        A layer may take minutes there, and longer than was estimated when it was dealt out. One that hangs takes no time.
+        A layer may take minutes there, and longer than was estimated when it was dealt out. A process that hangs uses no processor
+        time.
         """
         return nullcontext() if self.meeting is None or device.type != "cpu" else self.meeting.busy(_Effort().goes_on)
 
     def begin_sum_(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Begin to replace each tensor by its sum over the ranks, which have met just before; what is returned waits for it.
 
-        Float32 sums in an order of the backend's.
+        The backend chooses the order of the float32 sums.
         """
         if self.size == 1:
             return lambda: None
@@ -208,14 +209,14 @@ def own_device(device: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, alike in all processes: an object's own words may hold its address, and sets have no order."""
+    """A value for JSON that is the same in all processes: a repr may hold an address, and sets have no order."""
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     return str(value) if isinstance(value, torch.dtype | PurePath) else type(value).__name__
 
 
 def _shown(text: str) -> str:
-    """JSON as Python writes it, and not endless."""
+    """JSON as Python writes it, shortened."""
     return text.replace('"', "'") if len(text) <= 200 else f"{text[:200]}…"
 
 

@@ -1,8 +1,8 @@
-"""Where the ranks of a run meet: small things are told, and a rank that failed or does not answer is named.
+"""Meetings of the ranks of a run: they exchange small values, and a rank that failed or does not answer is named.
 
-Tensors go through the process group; what is here goes through the key-value store that the group was made with. Before a
-collective the ranks meet, so that none waits in it for one that has failed: a collective can only say that it took too long, the
-store knows who is missing.
+Tensors go through the process group. Meetings go through the key-value store that the group was made with. Before a collective the
+ranks meet, so that none waits in it for one that has failed: a collective can only say that it took too long, the store knows who
+is missing.
 """
 
 from __future__ import annotations
@@ -96,14 +96,15 @@ class Meeting:
                 return
 
     def fail(self, about: int, text: str, *, said: bool) -> RankError | None:
-        """Tell the others that the run ends. None if this is the first word of it; else the error of who was first.
+        """Tell the others that the run ends. Returns None if no other rank failed before, else the error of the rank that was
+        first.
 
         about: the rank that it is about. said: whether this process shows the error itself.
         """
         own = json.dumps([about, text, said, self.rank])
         try:
             first = self.store.compare_set(_FAILED, "", own).decode()
-        except Exception:  # the store is gone, and with it everybody who could listen
+        except Exception:  # the store is gone, so that nobody can be told
             return None
         return None if first == own else _error(first)
 

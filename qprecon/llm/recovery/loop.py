@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from qprecon.llm.calibration.mixture import described
+from qprecon.llm.calibration.samples import samples_for_all
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
-from qprecon.llm.pruning.plan import calibration_samples
 from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
@@ -115,44 +115,18 @@ def _run(
     ranks: Ranks,
 ) -> RecoveryReport:  # fmt: skip
     """`recover` on one of the ranks."""
-    out, device = where.out, where.device
-    if ranks.size > 1:
-        check_exchange(device)
     with log.phase("load"):
-        told = {"save_masks": where.save_masks, "save_steps": where.save_steps, "resume": where.resume, "in_memory": out is None}
-        ranks.check_same(recovery.settings() | told)
-        for each in (model, dense) if out is not None else ():
-            check_apart(each, out)
-        out = None if out is None else ranks.decided(lambda: check_output(where.out))
-        with log.library_bars(), ranks.busy():
-            for each in (model, dense):
-                if isinstance(each, str | Path) and ranks.size > 1:  # one rank downloads, the others find it
-                    ranks.decided(lambda each=each: model_folder(each) and None)
-            pair = load_pair(model, dense, tokenizer, out is not None, recovery.dtype, device)
-            selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
-            check_dense(pair.dense, selected.pruned)
-            if out is not None and ranks.first:
-                check_writable(pair.model, pair.tokenizer)
-        text = (calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed)
-        # Copies, as a window may be a view of all of them, and would take these along to the other ranks.
-        samples = ranks.decided(lambda: [window.clone() for window in calibration_samples(pair.model, *text)])
-        training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
-        rate = recovery.lr or default_rate(weight_size(pair.dense, selected.pruned))
-        schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
-        task = Task(pair, selected, samples, aside, schedule, device)
-        journal = None
-        with ranks.busy():
-            if out is not None and ranks.first:
-                journal = _journal(task, model, dense, recovery, out, where.resume, log)
+        task, out, journal = _opened(model, dense, calibration, masks, tokenizer, recovery, where, log, ranks)
+    pair, samples = task.pair, task.windows
     try:
         done = _recovered(task, recovery, journal, where.save_steps, log, ranks)
         recorded = {
             **recovery.settings(), "model": pair.name, "dense": pair.dense_name, **described(calibration, len(samples)),
-            "lr": rate, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples),
-            "windows_held_out": len(aside), "windows_together": done.fit.together, "optimizer_state_used": done.fit.optimizer_state,
-            "checkpointing": done.fit.checkpointing, "device": str(device),
+            "lr": task.schedule.lr, "nsamples": len(samples), "seqlen": max(sample.numel() for sample in samples),
+            "windows_held_out": len(task.held_out), "windows_together": done.fit.together,
+            "optimizer_state_used": done.fit.optimizer_state, "checkpointing": done.fit.checkpointing, "device": str(task.device),
         }  # fmt: skip
-        facts = among_ranks(ranks, device, None, log)
+        facts = among_ranks(ranks, task.device, None, log)
         beside = None if out is None or not ranks.first else companions_of(pair.name, pair.tokenizer)
         if beside and (left_out := beside.note()):
             log.note(left_out)
@@ -161,7 +135,7 @@ def _run(
             report = replace(_report(task, done, recorded, pruned_with(model), log), **facts)
             if journal is not None:
                 with log.phase("save"), log.library_bars(), journal.keeping():
-                    packed = selected.masks() if where.save_masks else None
+                    packed = task.selected.masks() if where.save_masks else None
                     card = report.model_card()
                     save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=card)
                     tidy(out)
@@ -173,6 +147,44 @@ def _run(
     finally:
         if journal is not None:
             _leave(journal)
+
+
+def _opened(
+    model: Any, dense: Any, calibration: Any, masks: Any, tokenizer: Any, recovery: Recovery, where: _Where, log: RunLog,
+    ranks: Ranks,
+) -> tuple[Task, Path | None, Journal | None]:  # fmt: skip
+    """What is trained on what, the folder that is written, links followed, and the journal of the rank that writes.
+
+    Everything that can be refused is looked at here.
+    """
+    out, device = where.out, where.device
+    if ranks.size > 1:
+        check_exchange(device)
+    told = {"save_masks": where.save_masks, "save_steps": where.save_steps, "resume": where.resume, "in_memory": out is None}
+    ranks.check_same(recovery.settings() | told)
+    for each in (model, dense) if out is not None else ():
+        check_apart(each, out)
+    out = None if out is None else ranks.decided(lambda: check_output(where.out))
+    with log.library_bars(), ranks.busy():
+        for each in (model, dense):
+            if isinstance(each, str | Path) and ranks.size > 1:  # one rank downloads, the others find it
+                ranks.decided(lambda each=each: model_folder(each) and None)
+        pair = load_pair(model, dense, tokenizer, out is not None, recovery.dtype, device)
+        selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
+        check_dense(pair.dense, selected.pruned)
+        if out is not None and ranks.first:
+            check_writable(pair.model, pair.tokenizer)
+    samples = samples_for_all(
+        ranks, pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
+    )
+    training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
+    rate = recovery.lr or default_rate(weight_size(pair.dense, selected.pruned))
+    schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
+    task, journal = Task(pair, selected, samples, aside, schedule, device), None
+    with ranks.busy():
+        if out is not None and ranks.first:
+            journal = _journal(task, model, dense, recovery, out, where.resume, log)
+    return task, out, journal
 
 
 def _as_recovery(settings: dict[str, Any]) -> Recovery:

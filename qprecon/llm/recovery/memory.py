@@ -1,4 +1,4 @@
-"""What a run needs of memory, worked out before it starts, and what is chosen so that it fits."""
+"""How much memory a run needs, estimated before it starts, and the choices that make it fit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from qprecon.llm.calibration.memory import free_bytes
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.parts import Parts
 from qprecon.llm.ranks.group import Ranks
@@ -243,18 +244,6 @@ def fit_activations(
     together = 1 if on_cpu else max(1, min(batch, most))
     whole = replace(memory, device={**memory.device, "activations": together * window})
     return Fit(kind, checkpointing, together), whole
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """What is free on a device; None where that cannot be known."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        import psutil  # accelerate brings it
-    except ModuleNotFoundError:
-        return None
-    return psutil.virtual_memory().available
 
 
 def _gib(size: int) -> str:

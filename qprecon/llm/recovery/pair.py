@@ -29,7 +29,7 @@ _MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
 
 @dataclass(frozen=True)
 class Pair:
-    """Both models in memory. `loaded`, `dense_loaded`: which were loaded here, so that nobody else needs them where they are."""
+    """Both models in memory. `loaded`, `dense_loaded`: whether each was loaded here, so that it may be moved or emptied."""
 
     model: nn.Module
     dense: nn.Module
@@ -124,7 +124,7 @@ def _same(dense: nn.Module, pruned: Sequence[LinearView]) -> list[LinearView]:
 
 
 def identity(source: Any, model: nn.Module) -> Any:
-    """What tells a model from another one: sizes and hashes of its files, or of a model in memory a checksum of its weights."""
+    """What distinguishes a model from others: sizes and hashes of its files, or for a model in memory a checksum of its weights."""
     if isinstance(source, str | Path):
         try:
             return open_shards(model_folder(source)).identity
@@ -141,5 +141,5 @@ def pruned_with(source: Any) -> dict[str, Any] | None:
     try:
         settings = PruneReport.load(folder).settings
         return {key: settings[key] for key in ("pattern", "mask", "update")} | {"calibration": settings.get("calibration")}
-    except (FileNotFoundError, ValueError, KeyError):  # there is none, or one of another version: it is told, not used
+    except (FileNotFoundError, ValueError, KeyError):  # there is none, or one of another version, which is only for information
         return None

@@ -105,7 +105,7 @@ def in_parts(
             parameter.data = parameter.data.new_empty(0)
     blocks = find_blocks(copied)
     root = sharded(copied, [block.module for block in blocks], mesh, device, dtypes, compute, host)
-    ranks.gathered(None)  # a slow one is waited for here, not in a collective
+    ranks.gathered(None)  # slow ranks are waited for here and not in a collective
     with torch.no_grad():
         parts = root(split, copied, few)
     root.reshard()  # so that the model's parameters are the parts again
@@ -194,7 +194,7 @@ def repeatable(device: torch.device, strict: bool = True) -> Iterator[None]:
                 # torch looks for it once, at the first matrix product of the process.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
                 torch.use_deterministic_algorithms(True, warn_only=not strict)
-            memory.fill_uninitialized_memory = False  # no operation here reads what nobody wrote
+            memory.fill_uninitialized_memory = False  # no operation here reads memory that was not written
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -202,7 +202,7 @@ def repeatable(device: torch.device, strict: bool = True) -> Iterator[None]:
 
 
 def less_repeatable(error: RuntimeError) -> str | None:
-    """After an error: a note if it was `repeatable`'s, which is less strict from now on: the same can be tried again."""
+    """After an error: if `repeatable` raised it, be less strict from now on and return a note; the same work can be tried again."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     if not strict or "deterministic" not in str(error).lower():
         return None

@@ -1,4 +1,4 @@
-"""When what happens: the windows of each step, the learning rate, and the steps before which the held-out windows are looked at."""
+"""The schedule: the windows of each step, the learning rate, and when the held-out windows are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an interrupted run leaves in `.OUT.partial`: where it was, so that the next one gives the same weights."""
+"""The state of an interrupted run in `.OUT.partial`, from which the next run goes on to the same weights."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _write(journal: Journal | None, content: dict[str, Any], step: int, fit: Fit
 
 
 def _save(content: Any, path: Path) -> None:
-    with open(path, "wb") as file:  # by name torch would write it without a word of why it failed
+    with open(path, "wb") as file:  # given a name, torch would not say why writing failed
         torch.save(content, file)
 
 
@@ -99,7 +99,7 @@ def saved_fit(journal: Journal | None) -> Fit | None:
 def load_state(journal: Journal | None, optimizer: Optimizer, ranks: Ranks) -> Course:
     """Go on from the state that `saved_fit` has found. All ranks read it, and each takes its part."""
     path: Path = ranks.decided(lambda: _state_file(journal))
-    # Tensors only, and no code: what torch.load otherwise runs is whatever the file says.
+    # Tensors only: without this torch.load runs code that the file names.
     content = torch.load(path, map_location="cpu", weights_only=True)
     optimizer.load(content["values"], content["optimizer"])
     looks = [(step, Look(**numbers)) for step, numbers in content["looks"]]

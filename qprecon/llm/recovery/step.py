@@ -1,4 +1,4 @@
-"""One step, and one look at the held-out windows. Functions of what they are given, without a state of their own."""
+"""One step, and one measurement of the held-out windows: functions without state."""
 
 from __future__ import annotations
 

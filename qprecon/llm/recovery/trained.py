@@ -1,4 +1,4 @@
-"""Which parameters are trained, and the masks that they keep: a bit a weight, apart from it, so that it may pass through zero."""
+"""Which parameters are trained, and their masks: one bit a weight, stored apart, so that a trained weight may pass through zero."""
 
 from __future__ import annotations
 

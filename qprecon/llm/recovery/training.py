@@ -222,14 +222,14 @@ def _snapshot(run: Run) -> list[torch.Tensor]:
 
 
 def _is_over(course: Course, patience: int) -> bool:
-    """Whether the last `patience` looks brought no gain over the looks before them. The start is not among these: while the rate
-    is high a model that was nearly optimal does worse than it did there, and better again as the rate falls."""
+    """Whether the last `patience` looks brought no gain over the looks before them. The start does not count: while the learning
+    rate is high, a model that was nearly optimal gets worse than at the start, and better again as the rate falls."""
     losses = [look.loss for _, look in course.looks[1:]]
     return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
 
 
 def _due(save_steps: int | None) -> Callable[[int], bool]:
-    """Whether the state is to be kept after a step: every so many steps, or after as many seconds as are worth it."""
+    """Whether to save the state after a step: every `save_steps` steps, or after a number of seconds."""
     if save_steps is not None:
         return lambda step: step % save_steps == 0
     last = time.monotonic()
@@ -251,7 +251,7 @@ def _tried(run: Run, work: Callable[[int], Result]) -> Result:
         try:
             return work(run.fit.together)
         except RuntimeError as error:
-            if run.distillation.ranks.size > 1:  # the others are in the middle of the same step
+            if run.distillation.ranks.size > 1:  # the other ranks are in the middle of the same step
                 raise
             smaller = device_out_of_memory(error)
             note = None if smaller else less_repeatable(error)

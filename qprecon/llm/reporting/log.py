@@ -12,7 +12,7 @@ from qprecon.llm.reporting.progress import Step, library_bars, progress_bar, pro
 
 
 def _no_step(stage: str, advance: int, **news: Any) -> None:
-    """Nobody looks."""
+    """Progress is not shown."""
 
 
 @dataclass
@@ -20,8 +20,8 @@ class RunLog:
     """`with log.phase("gram"): …`, `log.note("…")`, `log.step("layers.0", 1)`.
 
     progress: how steps are shown, see `qprecon.llm.reporting.progress`; ValueError for a word that is no mode. seconds: wall-clock
-    time by phase; phases do not overlap. notes: for the report's warnings. step: what is done since the last call; it tells nobody
-    before `bar` is entered.
+    time by phase; phases do not overlap. notes: for the report's warnings. step: what was done since the last call; nothing is
+    shown before `bar` is entered.
     """
 
     progress: bool | str = False
@@ -56,7 +56,7 @@ class RunLog:
         self.notes.append(text)
 
     def say_notes(self) -> None:
-        """Those so far, to whoever sees a bar: what is worth knowing before hours of work."""
+        """Print the notes so far, if a bar is shown: the user should see them before hours of work."""
         say(self.notes, self.progress)
 
     @contextmanager

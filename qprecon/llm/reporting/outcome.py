@@ -56,7 +56,7 @@ def among_ranks(ranks: Ranks, device: torch.device, windows: int | None, log: Ru
 
 
 def _remarks(rows: Sequence[LayerRow], mask: str) -> list[str]:
-    """mask: who made them; nobody asked given ones for a sparsity."""
+    """mask: which method made them; given masks were not asked for a sparsity."""
     notes, given = [], mask == "given"
     if not any(row.zeros for row in rows):
         notes.append("no weight was pruned" + (": the given masks keep all" if given else ""))
@@ -132,7 +132,7 @@ def _late(late: Sequence[LayerRow], layers: int) -> list[str]:
 
 
 def _too_few_tokens(rows: Sequence[LayerRow]) -> list[str]:
-    """Where a layer's outputs can be met exactly, whatever its mask: H has no higher rank than it has tokens."""
+    """Layers whose outputs can be met exactly, whatever the mask: the rank of H is at most the number of tokens."""
     share = {row.name: row.requested_sparsity if row.bits is not None else row.reached_sparsity for row in rows}
     kept = {row.name: row.n_inputs - round(share[row.name] * row.n_inputs) for row in rows}
     few = [row for row in rows if 0 < row.tokens < kept[row.name]]

@@ -1,4 +1,4 @@
-"""How a long run tells where it is: a bar with the time left, JSON lines for logs, or nothing. All on stderr.
+"""The progress of a long run: a bar with the time left, JSON lines for logs, or nothing. All on stderr.
 
 Where stderr is no terminal, plain lines take the bar's place.
 """
@@ -72,7 +72,7 @@ def library_bars(progress: bool | str) -> Iterator[None]:
 
 
 def say(notes: Sequence[str], progress: bool | str) -> None:
-    """What is worth knowing before hours of work, where a bar is to be shown. The report has it too."""
+    """Print a note before hours of work, if a bar is shown. The report has it too."""
     if progress_mode(progress) == "bar":
         for note in notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
@@ -85,7 +85,7 @@ class _State:
     total: int
     blocks: int | None
     done: int = 0
-    fresh: int = 0  # done in this process: units that an earlier run did tell nothing of the time left
+    fresh: int = 0  # done in this process: units of an earlier run say nothing about the time left
     blocks_done: int = 0
     errors: list[float] = field(default_factory=list)
     loss: float | None = None

@@ -109,14 +109,14 @@ class PruneReport:
 
     @property
     def measure(self) -> str:
-        """What the errors are of, where that is not all tokens alike and the dense weights."""
+        """What the errors refer to, unless it is the dense weights with equal tokens; "" then."""
         weighted = "tokens weighted by the loss" if self.settings.get("token_weights") else ""
         moved = "against the target that drift sets" if self.settings.get("drift") or self.settings.get("residual") else ""
         return ", ".join(filter(None, (weighted, moved)))
 
     @property
     def much_left_dense(self) -> list[tuple[str, float]]:
-        """What of `left_dense` is a considerable part of the model."""
+        """The parts of `left_dense` that are more than `MUCH` of the model."""
         return [(what, share) for what, share in self.left_dense if share > MUCH]
 
     @property

@@ -1,14 +1,15 @@
-"""The words for settings: what command lines, files and `prune_model`'s keywords may say, and what is meant by them."""
+"""Other words for settings, which command lines, files and `prune_model`'s keywords may use, and what they mean."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qprecon.llm.settings.fields import Option, nearest, options
+from qprecon.llm.settings.fields import Option, options
 from qprecon.llm.settings.presets import OPTIONS_OF
 from qprecon.llm.settings.recipe import AMOUNT, LAYERS, Recipe
 from qprecon.llm.settings.run import Run
+from qprecon.wording import did_you_mean
 
 # Words that a command line and a file may use, and what they stand for.
 SHORTHANDS = {
@@ -26,10 +27,10 @@ ALIASES = {alias: each.name for of in (Run, Recipe) for each, known in options(o
 
 
 def meant(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> str:
-    """The end of a message about an unknown word: what it is called here, the nearest known one, or all."""
+    """The end of a message about an unknown word: its name here, the nearest known word, or all of them."""
     if word in ALIASES:
         return f"; here that is {ALIASES[word]!r}"
-    return nearest(word.lower().replace("-", "_"), known) or f"; known: {', '.join(known)}"
+    return did_you_mean(word.lower().replace("-", "_"), known) or f"; known: {', '.join(known)}"
 
 
 def overridden(words: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options: dataclass fields that carry their help and limits, from which keywords, flags, keys of files and documentation are made.
+"""Options: dataclass fields with help and limits. Keywords, flags, keys of files and documentation are made from them.
 
 Free of torch, so that `--help` is quick.
 """
@@ -6,7 +6,6 @@ Free of torch, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import math
 import typing
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qprecon.contract.options import check_values
+from qprecon.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def flag_of(name: str, known: Option) -> str:
 
 
 def check_options(values: Any, kind: type, what: str = "recipe") -> None:
-    """ValueError for a value of the dataclass `kind`, called `what`, that is of the wrong type, no choice, or too small."""
+    """ValueError for a value of the dataclass `kind` (called `what`) that has the wrong type, is not among the choices, or is too
+    small."""
     for each, known in options(kind):
         value = getattr(values, each.name)
         if value != each.default:
@@ -87,13 +88,7 @@ def check_options(values: Any, kind: type, what: str = "recipe") -> None:
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """ValueError, with the nearest of them, for a value that is none of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown word: the nearest known one, if there is one."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{did_you_mean(str(value), choices)}")
 
 
 def takes(kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

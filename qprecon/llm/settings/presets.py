@@ -1,4 +1,4 @@
-"""Presets: defaults of a recipe for what quality may cost. What is asked for goes before them."""
+"""Presets: defaults of a recipe, by how much time quality may cost. A setting that is given takes precedence."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OPTIONS_OF = {
 
 
 def default_preset(update: Any) -> str:
-    """The preset where none is asked for. Who takes a published method's own weights wants that method as it was published."""
+    """The preset where none is given: `fast` for a published method's own weights, so that the method is as it was published."""
     return "fast" if update in ("none", "own") else "balanced"
 
 
 def filled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a recipe's settings is left to its preset, which gives way where its value would contradict what is asked for.
+    """The settings that a recipe leaves to its preset; `fast`'s value where the preset's would contradict a given setting.
 
     `settings` has None for what is not asked for.
     """

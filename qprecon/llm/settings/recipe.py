@@ -245,7 +245,7 @@ class Recipe:
         return find_grid(self.quantize, group_size=size, scale_dtype=scale_dtype)
 
     def without_effect(self) -> list[str]:
-        """What was set although nothing reads it, each in a sentence."""
+        """Settings that were given but have no effect, in sentences."""
         idle = ["backend", "tol", "solve_options"] if self.update != "optimal" else []
         idle += ["damping"] if idle and not self.drift and not self.residual else []
         given = [name for name in self.stated() if name in idle]

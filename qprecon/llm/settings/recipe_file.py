@@ -84,7 +84,7 @@ def from_yaml(text: str) -> Any:
 
 
 def check_size(text: str) -> None:
-    """ValueError for YAML that is more than any recipe: nested deeply, or large once its aliases stand for what they name.
+    """ValueError for YAML that is too large for a recipe: deeply nested, or large once its aliases are expanded.
 
     A few lines may stand for a billion values, over which a reader would run out of time or memory.
     """

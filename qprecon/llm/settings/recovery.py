@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qprecon.llm.settings.fields import check_options, nearest, option
+from qprecon.llm.settings.fields import check_options, option
+from qprecon.wording import did_you_mean
 
 # What `train` may name. "weights": the kept weights of the pruned linear layers. "head" and "embeddings" mean the same where tied.
 TRAIN = ("weights", "norms", "biases", "embeddings", "head", "all")
@@ -84,7 +85,7 @@ class Recovery:
             raise ValueError(f"seed must be less than 2**63, got {self.seed!r}")
         for word in self.trained:
             if word not in TRAIN:
-                raise ValueError(f"train: {word!r} is none of {', '.join(TRAIN)}{nearest(str(word), TRAIN)}")
+                raise ValueError(f"train: {word!r} is none of {', '.join(TRAIN)}{did_you_mean(str(word), TRAIN)}")
 
     @property
     def trained(self) -> frozenset[str]:

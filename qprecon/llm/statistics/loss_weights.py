@@ -1,4 +1,4 @@
-"""What the loss's gradient says of layers, and the weights of tokens and outputs that are made of it."""
+"""Facts about layers from the loss's gradient, and the weights of tokens and outputs that follow from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the linear layers of a block are given while it runs, and in which order it calls them."""
+"""The inputs of a block's linear layers while it runs, and the order in which it calls them."""
 
 from __future__ import annotations
 

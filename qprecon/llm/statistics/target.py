@@ -1,4 +1,4 @@
-"""The weights that a layer is asked for: its own, or those that also undo some of the drift of its inputs.
+"""The target weights of a layer: its own, or weights that also undo some of the drift of its inputs.
 
 With X what enters the layer in the model pruned so far, X' what enters it in the dense model, H = XᵀX and D = Xᵀ(X' − X), the
 outputs asked for are Y = (X + α(X' − X))·w instead of Xw: the right-hand side is XᵀY = (H + αD)w (QEP, arXiv 2504.09629; GPTAQ,

@@ -8,7 +8,7 @@ from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
 
 
 def card_front(base: Any) -> str:
-    """How a model card begins; `base`: where the dense model came from, named if that is a hub name with an owner."""
+    """The beginning of a model card. `base`: the dense model, which is named if it is a hub name with an owner."""
     front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
     return f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
 

@@ -12,10 +12,11 @@ _TIMES = "model_times.json"
 
 
 def compare_files(journal: Journal, shards: Shards, entries: Sequence[dict[str, Any] | None], finished: int) -> bool:
-    """Files that are others than those that finished blocks were read from must hold the same weights for these.
+    """Check that files which have changed since finished blocks were read still hold the same weights for these blocks.
 
-    A file is another if its time or the samples of its contents are. Reading all finished blocks again is slow, so it is done
-    only then; the answer says whether it was. What nothing was read from may be others: a file that was cut short, and is whole.
+    A file has changed if its time or the samples of its contents have. Reading all finished blocks again is slow, so it is done
+    only then; the answer says whether it was. Files from which nothing was read may have changed: one that was cut short may be
+    whole now.
     entries: what the journal has of each shard, first of what lies outside the blocks. ValueError, naming a tensor, where one
     differs.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run that is not finished: shards that are complete, what is known of them, and whose run it is.
+"""The folder of an unfinished run: complete shards, an entry for each, and the run's fingerprint.
 
 A file is written under a temporary name, forced to the disk and renamed, so that a name that exists stands for a complete file.
 A shard counts once its entry exists, which is written after it.
@@ -42,7 +42,7 @@ class Journal:
 
     @staticmethod
     def claim(folder: Path) -> Journal:
-        """Keep other processes out of `folder`, whatever is in it, until `close` or `leave`. BlockingIOError if one is there."""
+        """Lock `folder`, whatever is in it, until `close` or `leave`. BlockingIOError if another process has the lock."""
         journal = Journal(folder)
         journal._claim()
         return journal
@@ -104,7 +104,7 @@ class Journal:
         return True
 
     def close(self) -> None:
-        """Let other processes in. From then on the folder is theirs."""
+        """Give up the lock; other processes may then use the folder."""
         self._over = True
         if self._lock is not None:
             self._lock.release()
@@ -167,7 +167,7 @@ class Journal:
         self.write_file(self.progress / f"{name}.safetensors", lambda path: save_file(dict(tensors), path))
 
     def read_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
-        """What `write_tensors` was given under this name; None where there is nothing, or no more the whole of it."""
+        """The tensors that `write_tensors` wrote under this name; None if there are none, or not all of them any more."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -187,7 +187,7 @@ class Journal:
         return self.progress / f"{key}-masks.safetensors"
 
     def write_file(self, path: Path, write: Callable[[Path], Any]) -> None:
-        """`write_atomically`, `keeping`. After an error nothing more is written, so that what it says stays true."""
+        """`write_atomically`, `keeping`. After an error nothing more is written, so that its message stays true."""
         if self._failed is not None:
             raise self._failed
         try:

@@ -1,4 +1,4 @@
-"""What lies beside an output while it is made: a folder that is filled before it gets its name, and the output that it replaces.
+"""Folders beside an output while it is made: a new one that is filled before it gets its name, and the old output that it replaces.
 
 A run that is killed may leave either. Whoever has claimed the output (`Journal`) brings back an old one that was on its way out,
 and removes the rest once the new one is there.

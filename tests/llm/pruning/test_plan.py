@@ -5,17 +5,15 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, prune
-from torch.utils._mode_utils import no_dispatch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qprecon.errors import UnknownBackendError
-from qprecon.llm import perplexity, prune_model
-from qprecon.llm.model.blocks import check_weights, find_blocks
+from qprecon.llm import prune_model
 from qprecon.llm.model.targets import ATTENTION, matches
 from qprecon.llm.pruning import prune_model as pipeline
-from qprecon.llm.pruning.plan import calibration_samples, plan_layers
-from tests.llm.families import FAMILIES, FUSED, build, tokens
+from qprecon.llm.pruning.plan import plan_layers
+from tests.llm.families import FAMILIES, build, tokens
+from tests.llm.pruning.untouched import Untouched, names
 
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -31,10 +29,6 @@ Q0 = "model.layers.0.self_attn.q_proj"
 )  # fmt: skip
 def test_matching(pattern, expected):
     assert matches(pattern, Q0) is expected
-
-
-def names(plan):
-    return [layer.view.name for layers in plan.layers for layer in layers]
 
 
 def test_targets_and_ignore():
@@ -104,183 +98,6 @@ def test_tied_linears_stay_dense():
     model.model.layers[1].self_attn.q_proj.weight = model.model.layers[2].self_attn.q_proj.weight
     plan = plan_layers(model, 0.5)
     assert len(names(plan)) == 19 and sum("tied" in reason for _, reason in plan.excluded) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_quantised_layers_are_refused_unless_left_out(dtype):
-    model = build("llama")
-    linear = model.model.layers[1].mlp.up_proj
-    linear.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
-    with pytest.raises(ValueError, match=rf"layers\.1\.mlp\.up_proj: .*{str(dtype)}; quantised layers cannot be pruned"):
-        prune_model(model, Untouched(), progress=False)
-    plan = plan_layers(model, 0.5, ignore="layers.1.mlp.up_proj")
-    assert len(names(plan)) == 20 and ("model.layers.1.mlp.up_proj", "not asked for") in plan.excluded
-    check_weights(find_blocks(model)[1])  # no dtype of its own to look into
-
-
-class PackedLinear(nn.Module):
-    """As GPTQ and others store a layer."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.register_buffer(name, torch.zeros(4, 32, dtype=torch.int32))
-
-
-class MarkedTensor(torch.Tensor):
-    """A subclass that takes operations over, as quantised and sparse tensors do."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        with no_dispatch():
-            return func(*args, **(kwargs or {})).as_subclass(cls)
-
-
-@pytest.mark.parametrize("kind", ["torch", "qweight", "W_q", "weight_packed", "subclass", "blocks"])
-def test_packed_layers_are_refused_unless_left_out(kind):
-    model = build("llama")
-    mlps = [block.mlp for block in model.model.layers]
-    if kind == "torch":
-        model = torch.ao.quantization.quantize_dynamic(model, {f"model.layers.{i}.mlp.up_proj" for i in range(3)})
-    elif kind == "subclass":
-        mlps[0].up_proj.weight = nn.Parameter(torch.zeros(48, 32).as_subclass(MarkedTensor), requires_grad=False)
-    elif kind == "blocks":
-        mlps[0].up_proj = nn.Module()
-        mlps[0].up_proj.weight_blocks = nn.Parameter(torch.zeros(48, 2, 16, dtype=torch.uint8), requires_grad=False)
-    else:
-        mlps[0].up_proj = PackedLinear(kind)
-    with pytest.raises(
-        ValueError, match=r"layers\.0\.mlp\.up_proj.*: its weights are stored as .* unquantised or leave the layer out"
-    ):
-        prune_model(model, Untouched(), progress=False)
-    for choice in (dict(ignore="up_proj"), dict(targets="self_attn"), dict(pattern={"self_attn": 0.5})):
-        plan = plan_layers(model, choice.pop("pattern", 0.5), **choice)
-        assert not any("up_proj" in name for name in names(plan))
-        assert any("model.layers.0.mlp.up_proj" in name and why == "not asked for" for name, why in plan.excluded)
-
-
-def test_what_cannot_be_written_is_refused_before_the_work(tmp_path):
-    model = torch.ao.quantization.quantize_dynamic(build("llama"), {"model.layers.0.mlp.up_proj"})
-    with pytest.raises(ValueError, match=r"out: model\.layers\.0\.mlp\.up_proj\..* is no tensor"):
-        prune_model(model, tokens(2), ignore="up_proj", out=tmp_path / "out", progress=False)
-    assert not (tmp_path / "out").exists() and model.model.layers[1].mlp.up_proj.weight.all()
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-_COMPUTED = {
-    "prune": (lambda m, key: prune.l1_unstructured(m, key, 0.3), prune.remove, r"prune\.remove"),
-    "parametrize": (
-        lambda m, key: parametrize.register_parametrization(m, key, Doubled()),
-        parametrize.remove_parametrizations,
-        r"parametrize\.remove_parametrizations",
-    ),
-    "weight_norm": (
-        lambda m, key: nn.utils.parametrizations.weight_norm(m, key),
-        parametrize.remove_parametrizations,
-        r"parametrize\.remove_parametrizations",
-    ),
-    "spectral_norm": (lambda m, key: nn.utils.spectral_norm(m, key), nn.utils.remove_spectral_norm, "remove_spectral_norm"),
-}
-
-
-@pytest.mark.parametrize("kind", _COMPUTED)
-@pytest.mark.parametrize(
-    "family, path", [("llama", "layers.1.mlp.up_proj"), ("gpt2", "h.1.mlp.c_fc"), ("mixtral", "layers.1.mlp.experts")]
-)
-def test_computed_weights_are_refused(kind, family, path):
-    """What is written to them is gone at the next forward pass."""
-    if family == "mixtral" and not FUSED:
-        pytest.skip("experts are fused in transformers 5")
-    model = build(family)
-    module = model.base_model.get_submodule(path)
-    key = "gate_up_proj" if family == "mixtral" else "weight"
-    compute, remove, way_out = _COMPUTED[kind]
-    compute(module, key)
-    with pytest.raises(ValueError, match=rf"{path}: its {key} is computed.*{way_out}\(module, '{key}'\)"):
-        prune_model(model, Untouched(), progress=False)
-    if family != "mixtral":  # experts are one tensor, so none can be left out
-        assert len(names(plan_layers(model, 0.5, ignore=f"*{path}"))) == 3 * len(FAMILIES[family][1]) - 1
-    remove(module, key)
-    assert len(names(plan_layers(model, 0.5))) == 3 * len(FAMILIES[family][1])
-
-
-class Adapted(nn.Module):
-    """A linear as PEFT wraps it."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.base_layer = linear
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(linear.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, linear.out_features, bias=False)})
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
-
-
-class PromptModel(nn.Module):
-    """A model with prompts of PEFT."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.config, self.peft_config = model, model.config, {"default": None}
-
-    def get_base_model(self):
-        return self.model
-
-
-def test_adapters_are_refused():
-    model = build("llama")
-    model.model.layers[1].self_attn.q_proj = Adapted(model.model.layers[1].self_attn.q_proj)
-    with pytest.raises(
-        ValueError, match=r"layers\.1\.self_attn\.q_proj has a PEFT adapter; merge the adapter first: model\.merge_and"
-    ):
-        prune_model(model, Untouched(), progress=False)
-    wrapped = PromptModel(build("llama"))
-    with pytest.raises(ValueError, match=r"PromptModel has a PEFT adapter of prompts; prune model\.get_base_model\(\)"):
-        prune_model(wrapped, Untouched(), progress=False)
-    merged = build("llama")
-    merged.peft_config = {}  # some versions of peft leave it behind
-    assert len(names(plan_layers(merged, 0.5))) == 21
-
-
-class UnknownExperts(nn.Module):
-    """Experts in matrices of a layout that is not known here."""
-
-    def __init__(self, experts):
-        super().__init__()
-        self.w1, self.w2 = nn.Parameter(torch.ones(experts * 8, 4)), nn.Parameter(torch.ones(experts * 8, 4))
-
-
-def test_blocks_whose_weights_are_mostly_unknown_are_refused():
-    def model(experts):
-        module = nn.Module()
-        module.config = None
-        block = nn.ModuleDict({"q": nn.Linear(16, 16), "experts": UnknownExperts(experts), "table": nn.Embedding(99, 16)})
-        module.layers = nn.ModuleList([block])
-        return module
-
-    few, many = model(1), model(8)  # 64 and 512 of the weights beside 256
-    plan = plan_layers(few, 0.5)
-    assert ("layers.0.experts.w1", "no linear layer holds it") in plan.excluded and len(names(plan)) == 1
-    with pytest.raises(
-        ValueError, match=r"67% of the blocks' weights would stay dense.*2 parameters, the largest layers\.0\.experts\.w"
-    ):
-        prune_model(many, Untouched(), progress=False)
-    with pytest.raises(ValueError, match="would stay dense"):
-        plan_layers(many, {"layers.0": 0.5})
-    for choice in (dict(ignore="experts"), dict(targets="q")):
-        assert names(plan_layers(many, 0.5, **choice)) == ["layers.0.q"]
-    assert names(plan_layers(many, {"q": 0.5})) == ["layers.0.q"]
-
-
-class Untouched:
-    """Calibration data that must not be looked at."""
-
-    def __getattribute__(self, name):
-        raise AssertionError("calibration was touched before the arguments were checked")
 
 
 @pytest.mark.parametrize(
@@ -369,16 +186,6 @@ def test_options_are_checked_before_the_model_is_looked_for(tmp_path, monkeypatc
         prune_model("some/model", Untouched(), out=tmp_path / "out", progress=False, **arguments)
 
 
-def test_a_mask_for_no_layer_is_an_error_also_where_only_some_are_pruned():
-    model = build("llama")
-    masks = {name: torch.ones(m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    common = dict(mask="given", targets="down_proj", update="none", progress=False)
-    prune_model(model, tokens(2), mask_options={"masks": masks}, **common)  # those of other layers, and of the head, do no harm
-    wrong = masks | {"model.layers.0.mlp.dwn_proj": masks[D0 := "model.layers.0.mlp.down_proj"]}
-    with pytest.raises(ValueError, match=f"mask for 'model.layers.0.mlp.dwn_proj'.*did you mean {D0!r}"):
-        prune_model(model, Untouched(), mask_options={"masks": wrong}, **common)
-
-
 def test_what_has_no_effect_is_said():
     common = dict(update="none", progress=False)
     report = prune_model(build("llama"), tokens(2), damping=0.1, backend="pcg", **common)
@@ -390,40 +197,6 @@ def test_what_has_no_effect_is_said():
         prune_model(build("llama"), Untouched(), save_masks=True, **common)
 
 
-def test_a_wrapped_model_is_refused():
-    wrapped = nn.DataParallel(build("llama"))
-    for refused in (
-        lambda: prune_model(wrapped, Untouched(), progress=False),
-        lambda: perplexity(wrapped, tokens(2), seqlen=8),
-    ):
-        with pytest.raises(ValueError, match=r"wrapped in DataParallel: pass model\.module"):
-            refused()
-
-
-def test_masks_that_may_be_transposed():
-    """A user's masks may be weight != 0, (outputs, inputs), while a dict is (inputs, outputs)."""
-    model, common = build("llama"), dict(mask="given", targets=["q_proj", "up_proj"], update="none", progress=False)
-    masks = {name: torch.rand(m.weight.shape) < 0.5 for name, m in model.named_modules() if name.endswith(("q_proj", "up_proj"))}
-    with pytest.raises(ValueError, match="it fits transposed: arrays of files are .*orientation="):
-        prune_model(model, Untouched(), mask_options={"masks": masks}, **common)
-    square = common | dict(targets="q_proj")
-    with pytest.raises(ValueError, match="all layers are square, so that these masks fit both ways.*'NK'.*'KN'"):
-        prune_model(model, Untouched(), mask_options={"masks": masks}, **square)
-    prune_model(model, tokens(2), mask_options={"masks": masks, "orientation": "KN"}, **square)
-    for name, mask in masks.items():
-        assert torch.equal(model.get_submodule(name).weight != 0, mask) == name.endswith("q_proj")
-
-
-def test_masks_of_another_shape_and_experts_that_cannot_be_learned():
-    masks = {Q0: torch.ones(32, 31)}
-    with pytest.raises(ValueError, match=r"q_proj': the given mask has shape \(32, 31\)"):
-        prune_model(build("llama"), Untouched(), mask="given", mask_options={"masks": masks}, targets=Q0, progress=False)
-    if not FUSED:
-        return
-    with pytest.raises(ValueError, match=r"fused experts such as model\.layers\.0\.mlp\.experts\.0\."):
-        prune_model(build("mixtral"), Untouched(), mask="proxsparse", pattern="2:4", progress=False)
-
-
 def test_nm_that_does_not_divide_names_the_layer():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=10, num_hidden_layers=1,
                                          num_attention_heads=2))  # fmt: skip
@@ -432,68 +205,9 @@ def test_nm_that_does_not_divide_names_the_layer():
     plan_layers(model, "2:4", ignore="down_proj")
 
 
-def samples_of(model, calibration, nsamples=3, seqlen=8):
-    return calibration_samples(model, calibration, None, nsamples, seqlen, 0)
-
-
-def test_windows_are_taken_as_they_are_and_long_tokens_cut():
-    model, windows = build("llama"), tokens(5)
-    assert torch.equal(torch.stack(samples_of(model, windows)), windows)
-    assert torch.equal(torch.stack(samples_of(model, list(windows.int()))), windows)
-    loader = [windows[:3], windows[3:4], windows[4]]  # batches, a batch of one, a window
-    assert torch.equal(torch.stack(samples_of(model, loader)), windows)
-    cut = samples_of(model, windows.flatten())
-    rows = {tuple(row.tolist()) for row in windows.reshape(-1, 8)}
-    assert len(cut) == 3 and all(tuple(sample.tolist()) in rows for sample in cut)
-
-
-def test_bad_calibration():
-    model = build("llama")
-    with pytest.raises(ValueError, match="too little.* 160 tokens.* 20 windows of 8; 256 wanted"):
-        samples_of(model, tokens(5).flatten(), nsamples=256)
-    for long in (tokens(2, 65), [tokens(1, 65)]):  # seqlen would change nothing
-        with pytest.raises(ValueError, match="of 65 tokens, .* 64 positions: .* one 1-D tensor .* use seqlen=64"):
-            samples_of(model, long)
-    with pytest.raises(ValueError, match="windows of 65 tokens, but the model has 64 positions: use seqlen=64"):
-        samples_of(model, tokens(3, 65).flatten(), seqlen=65)
-    with pytest.raises(ValueError, match=r"calibration sample 1 has shape \(1, 2, 8\)"):
-        samples_of(model, [tokens(2, 8), tokens(2, 8)[None]])
-    with pytest.raises(TypeError, match="calibration sample 1 has dtype torch.float32; token ids are integers"):
-        samples_of(model, [tokens(2, 8), torch.rand(8)])
-    with pytest.raises(ValueError, match="token id 97 is outside the model's vocabulary of 97"):
-        samples_of(model, torch.tensor([[3, 97, 4]]))
-    with pytest.raises(TypeError, match="integer"):
-        samples_of(model, torch.rand(2, 8))
-    with pytest.raises(ValueError, match="no windows"):
-        samples_of(model, torch.zeros(0, 8, dtype=torch.long))
-
-
 def test_an_unknown_mask_option_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match=r"mask 'sparsegpt' has no option 'foo'. Its options: block_size, damping"):
         prune_model(build("llama"), tokens(2), mask="sparsegpt", mask_options={"foo": 1}, progress=False)
-
-
-@pytest.mark.parametrize("arguments, named", [
-    ({"pattern": "2:4"}, "2:4"), ({"sparsity": 0.7}, "70%"), ({"pattern": {Q0: "1:4"}}, "1:4"),
-])  # fmt: skip
-def test_given_masks_that_do_not_hold_a_stated_pattern(arguments, named):
-    masks = {Q0: torch.arange(32 * 32).reshape(32, 32) % 4 > 0}
-    expected = f"q_proj': the given mask, 25.00% zeros, is not {named}; leave pattern and sparsity out"
-    with pytest.raises(ValueError, match=expected):
-        prune_model(
-            build("llama"), Untouched(), mask="given", mask_options={"masks": masks}, targets=Q0, progress=False, **arguments
-        )
-
-
-@pytest.mark.parametrize("arguments, stated", [({}, "given"), ({"pattern": "2:4"}, "2:4"), ({"pattern": "50%"}, "50%")])
-def test_a_pattern_is_stated_of_given_masks_only_where_they_hold_it(arguments, stated, tmp_path):
-    masks = {Q0: torch.tensor([True, False, False, True]).repeat(8).unsqueeze(1).expand(32, 32)}
-    report = prune_model(
-        build("llama"), torch.ones(2, 8, dtype=torch.long), mask="given", targets=Q0,
-        mask_options={"masks": masks, "orientation": "NK"}, update="none", out=tmp_path / "out", progress=False, **arguments,
-    )  # fmt: skip
-    assert report.settings["pattern"] == stated
-    assert f"- Pattern: {stated}; masks: given;" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_counts_that_are_rounded_down_are_said():

@@ -2,11 +2,29 @@
 
 import pytest
 
+from qprecon.grids.on_grid import Effort
 from qprecon.llm import prune_model
 from qprecon.llm.settings.aliases import as_recipe
 from qprecon.llm.settings.presets import PRESETS
 from qprecon.llm.settings.recipe import Recipe
 from tests.llm.families import build, tokens
+
+FAST = {"mask": "wanda", "allocation": "uniform", "order": False, "refine": "none"}
+SHARES = ("drift", "residual", "token_weights", "output_weights")
+
+
+def test_the_values_are_those_that_the_documentation_gives():
+    """docs/llm/pruning.md (presets) and docs/llm/low_bit.md (efforts)."""
+    recipes = {name: Recipe(preset=name) for name in ("fast", "balanced", "best")}
+    assert {key: getattr(recipes["fast"], key) for key in FAST} == FAST
+    assert [getattr(recipes["fast"], name) for name in SHARES] == [0.0] * 4
+    for name, mask in (("balanced", "wanda"), ("best", "alps")):
+        expected = FAST | {"mask": mask, "allocation": "loss", "order": True}
+        assert {key: getattr(recipes[name], key) for key in FAST} == expected
+        assert [getattr(recipes[name], share) for share in SHARES] == [0.5] * 4
+    efforts = {name: Effort(recipe.rounding, **recipe.rounding_options) for name, recipe in recipes.items()}
+    found = {name: (effort.method, effort.sweeps, effort.refits, effort.repeats) for name, effort in efforts.items()}
+    assert found == {"fast": ("sweep", 1, 0, 0), "balanced": ("sweep", 2, 2, 1), "best": ("sweep", 2, 4, 2)}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: committed results, Markdown tables, and pages with marked sections that these fill."""
+"""What the scripts that make tables share: committed results, Markdown tables, and pages with marked sections that these fill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 Sections = Mapping[str, Callable[[], str]]
 
