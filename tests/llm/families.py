@@ -94,10 +94,13 @@ FAMILIES = {
 }
 
 
-def build(family: str) -> torch.nn.Module:
-    """The model of a family, in eval mode; weights depend on the name only."""
+def build(family: str, **sizes: int) -> torch.nn.Module:
+    """The model of a family, in eval mode; weights depend on the name only. sizes: of its configuration, in place of its own."""
     torch.manual_seed(len(family))
     model = FAMILIES[family][0]().eval()
+    if sizes:
+        model.config.update(sizes)
+        model = type(model)(model.config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # the default initialisation is so small that blocks would hardly matter
             parameter.add_(0.05 * torch.randn_like(parameter))

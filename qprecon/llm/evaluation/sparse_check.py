@@ -19,7 +19,7 @@ from qprecon.llm.evaluation.sparse_products import Products, products, why_none
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import computing_on
 from qprecon.llm.model.linears import find_linears
-from qprecon.llm.model.loading import load_causal_lm
+from qprecon.llm.model.loading import load_whole
 from qprecon.llm.model.unprunable import check_refused
 from qprecon.wording import counted
 
@@ -87,7 +87,7 @@ def check_sparse(
     why = why_none(dtype, torch.device(device))
     if why and torch.device(device).type == "cuda":
         raise RuntimeError(why)
-    loaded, _ = load_causal_lm(model, device="cpu", dtype="auto")
+    loaded, _ = load_whole(model, device="cpu", dtype="auto", packed=True)
     if getattr(loaded.config, "quantization_config", None) is not None:
         with torch.no_grad():
             loaded(torch.zeros(1, 8, dtype=torch.long))  # low-bit weights are unpacked by the first forward pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ _INTEGERS = re.compile(r"([IU]|u?int)[48](?!\d)|qint|quint", re.IGNORECASE)
 _SCALES = re.compile(
     r"(.*_)?(scales?(_inv|_2)?|zero_points?|qzeros|absmax|quant_map|SCB|weight_shape|g_idx|nested_absmax)"
 )
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _BOM = b"\xef\xbb\xbf"
 _WAY_OUT = "Dequantise the model first, or add the quantization_config that the tool wrote which made it"
 
@@ -190,6 +191,20 @@ def check_left_over(folder: Path, names: Iterable[str]) -> None:
             raise ValueError(
                 f"{folder} holds {name}, which looks like the scale of quantised weights and has no place in the model, and "
                 f"config.json has no quantization_config. {_WAY_OUT}"
+            )
+
+
+def check_experts_whole(folder: Path, names: Iterable[str], modules: Collection[str]) -> None:
+    """ValueError for experts with a scale for a whole matrix (nvfp4), of which transformers makes one parameter without it.
+
+    names: of the stored tensors; modules: of the model as it was loaded.
+    """
+    for name in names:
+        layer, _, last = name.rpartition(".")
+        if last == "weight_global_scale" and _EXPERT.search(layer) and layer not in modules:
+            raise ValueError(
+                f"{folder} holds {name}, which transformers leaves aside as it puts experts together: their weights would be off "
+                "by as much as it says"
             )
 
 

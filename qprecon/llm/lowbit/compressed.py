@@ -168,6 +168,11 @@ def _format(grid: Grid) -> str:
     return infer_module_format(torch.nn.Linear, scheme(grid)).value
 
 
+def keeps_weight(grid: Grid) -> bool:
+    """Whether a packed layer still has a parameter `weight`, of codes."""
+    return _format(grid) == "naive-quantized"
+
+
 def _compressor(grid: Grid) -> Any:
     from compressed_tensors.compressors import BaseCompressor
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from qprecon.grids import Grid, find_grid
 from qprecon.llm.lowbit.experts import written_one_by_one
-from qprecon.llm.model.blocks import is_conv1d
-from qprecon.llm.model.linears import LinearView
+from qprecon.llm.lowbit.trial import needs_unpacking, reads_experts
+from qprecon.llm.model.blocks import find_blocks, is_conv1d
+from qprecon.llm.model.linears import LinearView, find_linears
 from qprecon.llm.settings.recipe import Recipe
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -50,16 +51,42 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | N
         hint = f"; group_size={' or '.join(map(str, sorted(fits)))} fits all layers" if fits else "; leave it out (ignore)"
         raise ValueError(f"{bad[0].name}: groups of {size} do not divide its {bad[0].n_inputs} inputs{hint}")
     if model is not None:
-        _check_written(views, model)
+        _check_written(views, model, grid)
 
 
-def _check_written(views: Sequence[LinearView], model: nn.Module) -> None:
+def read_unpacked_only(recipe: Recipe, views: Sequence[LinearView], model: nn.Module) -> str | None:
+    """Of files that transformers cannot open without unpacking them: the first layer that is why. None of all others."""
+    grid = None if recipe.quantize == "none" else grid_of(recipe, views[0].dtype)
+    return None if grid is None else needs_unpacking(model, grid, views)
+
+
+def _check_written(views: Sequence[LinearView], model: nn.Module, grid: Grid) -> None:
     for view in views:
         if is_conv1d(view.module):
             raise ValueError(f"{view.name}: compressed-tensors has no form for Conv1D, so no quantized files of it can be written")
-    if (fused := written_one_by_one(model, views)) is not None:
-        raise ValueError(f"{fused.name}: this model is stored with fused experts, which cannot be packed; leave them out (ignore)")
     try:
         import compressed_tensors  # noqa: F401
     except ImportError as error:
         raise ImportError("quantized files need compressed-tensors: pip install 'qprecon[quantize]'") from error
+    if (fused := written_one_by_one(model, views)) is not None:
+        raise ValueError(f"{fused.name}: this model is stored with fused experts, which cannot be packed; leave them out (ignore)")
+    _check_experts(views, model, grid)
+
+
+def _check_experts(views: Sequence[LinearView], model: nn.Module, grid: Grid) -> None:
+    """ValueError where transformers would not read the model's fused experts as they are written."""
+    experts = [view.name for block in find_blocks(model) for view in find_linears(block).views if view.expert is not None]
+    if not experts:
+        return
+    chosen, groups = {view.name for view in views}, "" if grid.group_size is None else f" in groups of {grid.group_size}"
+    if (packed := [name for name in experts if name in chosen]) and not reads_experts(grid):
+        raise ValueError(
+            f"{packed[0]}: a trial of experts in {grid.name}{groups} was not read by transformers as it was written; take another "
+            "grid, as int4 or int8"
+        )
+    dense = [name for name in experts if name not in chosen]
+    if dense and not reads_experts(grid, packed=False):
+        raise ValueError(
+            f"{dense[0]}: experts that stay dense beside layers in {grid.name} are not read by transformers: let all experts be "
+            "quantized (targets, ignore), or take fp8 with one scale an output"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError, one_line
 from qprecon.files import local_path, near, read_json
 from qprecon.llm.files.hub import fetched_model, is_hub_name
-from qprecon.llm.files.kinds import check_causal, check_kinds, check_left_over, config_facts, named_by_config
+from qprecon.llm.files.kinds import check_causal, check_experts_whole, check_kinds, check_left_over, config_facts, named_by_config
 from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, other_weights, weight_files
 from qprecon.llm.model.dtypes import as_dtype
@@ -72,9 +73,12 @@ def load_causal_lm(
 
 
 def load_whole(
-    model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+    model: str | Path, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None, packed: bool = False
 ) -> tuple[Any, list[str]]:
-    """The model of `load_causal_lm`, and the names of stored tensors that it has no place for."""
+    """The model of `load_causal_lm`, and the names of stored tensors that it has no place for.
+
+    packed: leave what compressed-tensors packed as it is until the first forward pass; else it is unpacked as it is read.
+    """
     from transformers import AutoModelForCausalLM
 
     target = choose_device(device)
@@ -85,12 +89,13 @@ def load_whole(
     folder = model_folder(model)
     config = _config(folder, str(model))
     files = weight_files(folder)
-    check_kinds(folder, check_files(files), config)
+    check_kinds(folder, stored := check_files(files), config)
     try:
         with loading(f"the model in {model}", folder), _in_silence():
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 # its own error of another shape names no tensor
-                str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
+                str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True,
+                **({} if packed else _unpacking(config)),
             )  # fmt: skip
     except BadFileError:
         check_contents(files)  # which names the file, if it is one's contents
@@ -112,11 +117,24 @@ def load_whole(
             f"{model} lacks {len(missing)} of its weights, first {missing[0]}, which would be random numbers: are its files "
             f"complete{instead}, and is it a causal language model?"
         )
+    check_experts_whole(folder, (name for names in stored.values() for name in names), dict(loaded.named_modules()))
     left_over = sorted(found["unexpected_keys"])
     if getattr(config, "quantization_config", None) is None:
         check_left_over(folder, left_over)
     loaded.config._name_or_path = loaded.name_or_path = str(model)  # not where the hub's copy lies
     return loaded.to(target).eval(), left_over
+
+
+def _unpacking(config: Any) -> dict[str, Any]:
+    """What makes transformers unpack the weights of compressed-tensors as it reads them: for every class, to the values that were
+    written, in the dtype of the rest. Those that it unpacks later may be of another dtype, or not be found by the class."""
+    facts = getattr(config, "quantization_config", None)
+    if not isinstance(facts, dict) or facts.get("quant_method") != "compressed-tensors":
+        return {}
+    from transformers import CompressedTensorsConfig
+
+    newer = "dequantize" in inspect.signature(CompressedTensorsConfig).parameters  # transformers 5
+    return {"quantization_config": CompressedTensorsConfig(**({"dequantize": True} if newer else {"run_compressed": False}))}
 
 
 def load_config(model: str | Path) -> Any:
@@ -213,7 +231,9 @@ def _in_silence() -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You passed `quantization_config`")  # of `_unpacking`
+            yield
     finally:
         logging.set_verbosity(before)
 

@@ -39,15 +39,18 @@ def model_card(report: PruneReport) -> str:
         f"{report.mean_error('error_masked'):.4g} with the mask alone, "
         f"{report.mean_error('error_stored'):.4g} as stored\n\n"
         f"{report.stored_as()} Pruning costs quality; measure it on your own task before use.\n\n"
-        f"{_adapter(settings.get('adapter_rank', 0), packed=any(row.bits is not None for row in report.layers))}"
+        f"{_reading(settings.get('adapter_rank', 0), packed=any(row.bits is not None for row in report.layers))}"
         f"Each layer's figures are in `{REPORT_NAME}`.\n"
     )
 
 
-def _adapter(rank: int, packed: bool) -> str:
-    """How to load what lies beside the weights. Packed weights are to be unpacked first: PEFT wants a layer's `weight`."""
+def _reading(rank: int, packed: bool) -> str:
+    """How to load packed weights, and what lies beside the weights: PEFT wants a layer's `weight`."""
     if not rank:
-        return ""
+        return (
+            "Loaded with `quantization_config=CompressedTensorsConfig(run_compressed=False)` (from transformers) the weights are "
+            "unpacked as they are read, which a few classes of models need; else on the first forward pass.\n\n"
+        ) * packed
     config = ", CompressedTensorsConfig" if packed else ""
     unpacked = ", quantization_config=CompressedTensorsConfig(run_compressed=False)" if packed else ""
     return (
