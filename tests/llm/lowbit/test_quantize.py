@@ -263,7 +263,7 @@ def test_fused_experts_are_packed_one_by_one(family, quantize, group_size, tmp_p
 )
 @pytest.mark.parametrize("experts", ["packed", "dense"])
 def test_experts_are_read_bit_for_bit_or_refused_before_the_work(family, quantize, group_size, experts, tmp_path):
-    """Every grid: those of nvfp4 were read 7820 times too large, those of fp8 in groups not at all, nor dense ones beside packed."""
+    """Every grid: those of nvfp4 were read 7820 times too large; fp8 in groups, and dense ones beside packed, not at all."""
     model = build(family, **WIDE[family]) if quantize in ("nvfp4", "mxfp4") else build(family)
     model.to(torch.bfloat16)
     settings = {"quantize": quantize, "group_size": group_size, "progress": False, "preset": "fast"}
