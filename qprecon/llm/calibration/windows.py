@@ -39,7 +39,8 @@ class TokenWindows:
         """The counts, for an error message about too little text."""
         count, seqlen = self.tokens.shape
         held = f"{counted(self.documents, 'document')} with {counted(self.tokens_read, 'token')}"
-        return f"{held} give {counted(count, 'window')} of {seqlen:,}"
+        give = "gives" if self.documents == 1 else "give"
+        return f"{held} {give} {counted(count, 'window')} of {seqlen:,}"
 
 
 def cut_windows(

@@ -69,7 +69,7 @@ def test_two_windows_give_two_stated_numbers(model):
     tokens = torch.randint(4, len(VOCABULARY), (4096,), generator=torch.Generator().manual_seed(2))
     short, long = perplexity(model, tokens), perplexity(model, tokens, seqlen=4096)
     assert (short.windows, short.seqlen, long.windows, long.seqlen) == (2, 2048, 1, 4096)
-    assert "2 windows of 2,048 tokens" in str(short) and "1 windows of 4,096 tokens" in str(long)
+    assert "2 windows of 2,048 tokens" in str(short) and "1 window of 4,096 tokens" in str(long)
     assert float(short) != float(long)
 
 
@@ -128,7 +128,7 @@ def test_a_folder_brings_its_tokenizer(tmp_path):
 
 
 def test_too_short_a_text_is_an_error_with_counts(model):
-    with pytest.raises(ValueError, match=r"1 documents with 50 tokens give 0 windows of 2,048"):
+    with pytest.raises(ValueError, match=r"1 document with 50 tokens gives 0 windows of 2,048"):
         perplexity(model, TOKENS)
 
 
