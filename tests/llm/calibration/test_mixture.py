@@ -104,7 +104,7 @@ def test_a_source_that_cannot_give_its_windows_is_named(tmp_path):
     (tmp_path / "long.txt").write_text(words(2000))
     (tmp_path / "short.txt").write_text(words(40))
     mixture = Mixture(((tmp_path / "long.txt", 0.5), (tmp_path / "short.txt", 0.5)))
-    with pytest.raises(ValueError, match=r"calibration source .*short\.txt: too little .*40 tokens gives 2 windows of 16; 4 wanted"):
+    with pytest.raises(ValueError, match=r"calibration source .*short\.txt: too little.*40 tokens gives 2 windows of 16; 4 wanted"):
         mixture_windows(mixture, tokenizer=toy_tokenizer(), nsamples=8, seqlen=16, seed=0)
 
 

@@ -290,7 +290,7 @@ def test_it_is_loaded_in_float32_with_the_values_that_were_written(quantize, gro
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read = load_causal_lm(tmp_path / "out", device="cpu")[0]
-    assert {parameter.dtype for parameter in read.parameters()} == {torch.float32}
+    assert {own.dtype for own in read.parameters() if own.is_floating_point()} == {torch.float32}
     found = read.state_dict()
     assert all(torch.equal(own.float(), found[name]) for name, own in model.state_dict().items())
     assert perplexity(tmp_path / "out", tokens(2), seqlen=16, device="cpu").value > 1
