@@ -102,6 +102,7 @@ def layers() -> str:
         ]
         for row in found["layers"]
     ]  # fmt: skip
-    head = ["layer", "whole call", "GPU busy", "launches", "iterations", "gap", "the iterations", "preconditioner", "factor", "start"]
+    head = ["layer", "whole call", "GPU busy", "launches", "iterations", "gap"]
+    head += ["the iterations", "preconditioner", "factor", "start", "audit"]
     note = "Milliseconds; the parts are of other calls than the whole, in which the device is waited for at their ends."
-    return table([*head, "audit"], body) + f"\n\n{note} {found['about']['gpu']}, {found['about']['date']}."
+    return table(head, body) + f"\n\n{note} {found['about']['gpu']}, {found['about']['date']}."
