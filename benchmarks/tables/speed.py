@@ -37,10 +37,10 @@ def block() -> str:
         [sum(part[what] for part in found["parts"].values()) for found in (before, after)] for what in ("launches", "waits")
     )
     steps = [next(each["launches"] for each in found["top"] if each["kernel"] == "_advance") for found in (before, after)]
+    about = after["about"]
     note = (
-        f"GPU milliseconds. {after['about']['samples']} x {after['about']['seqlen']} tokens, `--preset fast`; {after['about']['gpu']}, "
-        f"{after['about']['date']}. Iterations {steps[0]} → {steps[1]}, launches {launches[0]} → {launches[1]}, waits of the host "
-        f"{waits[0]} → {waits[1]}."
+        f"GPU milliseconds. {about['samples']} x {about['seqlen']} tokens, `--preset fast`; {about['gpu']}, {about['date']}. "
+        f"Iterations {steps[0]} → {steps[1]}, launches {launches[0]} → {launches[1]}, waits of the host {waits[0]} → {waits[1]}."
     )
     return table(["part", "what changed", "before", "predicted", "measured"], body) + f"\n\n{note}"
 
