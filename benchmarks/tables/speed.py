@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.pages import load, table
 
 PREDICTED: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
-    ("iterations", ("iterations",), "pieces written with their vectors, no array made (but see below)", "185"),
+    ("iterations", ("iterations",), "pieces written with their vectors, no array made", "185"),
     (
         "products of audits and of what storing costs", ("float64 product", "product of halves", "start", "what storing costs"),
         "the start's by float16 halves; storing costs half of one, with the certificate's factor", "95",
@@ -33,11 +33,14 @@ def block() -> str:
         [name, what, f"{spent(before, parts):.0f}", guess, f"{spent(after, parts):.0f}"] for name, parts, what, guess in PREDICTED
     ]
     body.append(["all of the block, GPU busy", "", f"{before['busy_ms']:.0f}", "", f"{after['busy_ms']:.0f}"])
-    about, waits = after["about"], [sum(part["waits"] for part in found["parts"].values()) for found in (before, after)]
-    launches = [sum(part["launches"] for part in found["parts"].values()) for found in (before, after)]
+    launches, waits = (
+        [sum(part[what] for part in found["parts"].values()) for found in (before, after)] for what in ("launches", "waits")
+    )
+    steps = [next(each["launches"] for each in found["top"] if each["kernel"] == "_advance") for found in (before, after)]
+    about = after["about"]
     note = (
         f"GPU milliseconds. {about['samples']} x {about['seqlen']} tokens, `--preset fast`; {about['gpu']}, {about['date']}. "
-        f"Launches {launches[0]} → {launches[1]}, waits of the host {waits[0]} → {waits[1]}."
+        f"Iterations {steps[0]} → {steps[1]}, launches {launches[0]} → {launches[1]}, waits of the host {waits[0]} → {waits[1]}."
     )
     return table(["part", "what changed", "before", "predicted", "measured"], body) + f"\n\n{note}"
 
@@ -82,55 +85,24 @@ def tried() -> str:
     return table(["what", "before", "predicted", "measured", "kept"], body) + f"\n\n{note} CUDA graphs of an iteration: {graphs}."
 
 
-def kept(name: str = "layer_phases_before_after") -> str:
-    """What changes that were kept came to: whole calls and their audits, before and after in one run."""
-    found = load(name)
-    audits = ("audit, product", "audit, triangular", "audit, vectors", "start's audit, vectors")
+def layers() -> str:
+    """Where the milliseconds of a layer's call go."""
+    found = load("layer_phases")
 
-    def change(values: Iterable[float], scale: float, digits: int) -> str:
-        return " → ".join(f"{scale * value:.{digits}f}" for value in values)
+    def spent(row: dict[str, Any], *names: str) -> str:
+        return f"{1e3 * sum(row['parts'].get(name, 0.0) for name in names):.1f}"
 
     body = [
         [
-            rows[0]["problem"], change((row["seconds"] for row in rows), 1e3, 1),
-            change((sum(row["parts"].get(name, 0.0) for name in audits) for row in rows), 1e3, 1),
-            change((row["busy_seconds"] for row in rows), 1e3, 1), change((row["launches"] for row in rows), 1, 0),
-            change((row["largest_gap"] for row in rows), 1e5, 1),
+            row["problem"], f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['busy_seconds']:.1f}", str(row["launches"]),
+            str(row["iterations"]), f"{row['largest_gap']:.0e}", spent(row, "iterations"),
+            spent(row, "sketch", "pairs", "inverses", "K_j, the rest", "split H", "scale H"),
+            spent(row, "factor"), spent(row, "start", "start's audit, vectors"),
+            spent(row, "audit, product", "audit, triangular", "audit, vectors"),
         ]
-        for rows in zip(found["before"]["layers"], found["after"]["layers"], strict=True)
+        for row in found["layers"]
     ]  # fmt: skip
-    note = f"Before → after. {found['after']['about']['gpu']}, {found['after']['about']['date']}."
-    first = [found[when]["layers"][0]["first_seconds"] for when in ("after", "before")]
-    note += f" The very first call took {first[0]:.1f} s, in which Triton compiles; that of the next process {first[1]:.1f} s."
-    head = ["layer", "whole call, ms", "audits, ms", "GPU busy, ms", "launches", "largest gap, 1e-5"]
-    return table(head, body) + f"\n\n{note}"
-
-
-def recorded() -> str:
-    """Single layers before and after, in one run."""
-    found = load("layer_phases_recorded")
-
-    def line(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-        each = [row["parts"]["iterations"] / row["iterations"] for row in (before, after)]
-        cells = [
-            [f"{1e3 * row['seconds']:.1f}" for row in (before, after)], [str(row["iterations"]) for row in (before, after)],
-            [f"{1e3 * one:.2f}" for one in each], [f"{1e3 * row['busy_seconds']:.1f}" for row in (before, after)],
-            [str(row["launches"]) for row in (before, after)], [f"{1e5 * row['largest_gap']:.1f}" for row in (before, after)],
-        ]  # fmt: skip
-        return [before["problem"], *(" → ".join(cell) for cell in cells)]
-
-    body = [line(*rows) for rows in zip(found["before"]["layers"], found["after"]["layers"], strict=True)]
-    head = ["layer", "whole call, ms", "iterations", "ms an iteration", "GPU busy, ms", "launches", "largest gap, 1e-5"]
-    return table(head, body) + f"\n\nBefore → after. {found['after']['about']['gpu']}, {found['after']['about']['date']}."
-
-
-def whole() -> str:
-    """Seconds of a run over a few blocks of the 8B shape, by phase, before and after on one machine."""
-    before, after = load("end_to_end_before_after")
-    names = ("forward", "gram", "mask", "solve", "audit", "rounding", "update", "measure")
-    body = [[name, f"{before['seconds'][name]:.2f}", f"{after['seconds'][name]:.2f}"] for name in names]
-    body.append(["all beside the disk", *(f"{run['seconds_beside_io']:.1f}" for run in (before, after))])
-    body.append(["peak GPU memory", *(f"{run['peak_gpu_gb']:.1f} GB" for run in (before, after))])
-    body.append(["largest certified gap", *(f"{run['max_relative_gap']:.1e}" for run in (before, after))])
-    note = f"{after['model']}, {after['samples']} x {after['seqlen']} tokens, seconds. {after['gpu']}, {after['date'][:10]}."
-    return table(["", "before", "after"], body) + f"\n\n{note}"
+    head = ["layer", "whole call", "GPU busy", "launches", "iterations", "gap"]
+    head += ["the iterations", "preconditioner", "factor", "start", "audit"]
+    note = "Milliseconds; the parts are of other calls than the whole, in which the device is waited for at their ends."
+    return table(head, body) + f"\n\n{note} {found['about']['gpu']}, {found['about']['date']}."
