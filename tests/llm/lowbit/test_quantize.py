@@ -291,8 +291,9 @@ def test_it_is_loaded_in_float32_with_the_values_that_were_written(quantize, gro
         warnings.simplefilter("error")
         read = load_causal_lm(tmp_path / "out", device="cpu")[0]
     assert {own.dtype for own in read.parameters() if own.is_floating_point()} == {torch.float32}
-    found = read.state_dict()
-    assert all(torch.equal(own.float(), found[name]) for name, own in model.state_dict().items())
+    found, rounded = read.state_dict(), transformers.__version__.startswith("4.")  # which takes scales to float32 before it unpacks
+    for name, own in model.state_dict().items():
+        torch.testing.assert_close(found[name], own.float(), rtol=2**-8 if rounded else 0, atol=0)
     assert perplexity(tmp_path / "out", tokens(2), seqlen=16, device="cpu").value > 1
 
 
