@@ -121,6 +121,8 @@ def load_whole(
     left_over = sorted(found["unexpected_keys"])
     if getattr(config, "quantization_config", None) is None:
         check_left_over(folder, left_over)
+    if dtype == torch.float32:  # transformers 4 leaves what it unpacked as it was packed
+        loaded.float()
     loaded.config._name_or_path = loaded.name_or_path = str(model)  # not where the hub's copy lies
     return loaded.to(target).eval(), left_over
 
