@@ -19,7 +19,7 @@ from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.kinds import check_causal, check_experts_whole, check_kinds, check_left_over, config_facts, named_by_config
 from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, other_weights, weight_files
-from qprecon.llm.model.dtypes import as_dtype
+from qprecon.llm.model.dtypes import NARROW, as_dtype
 from qprecon.wording import counted
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
@@ -121,8 +121,9 @@ def load_whole(
     left_over = sorted(found["unexpected_keys"])
     if getattr(config, "quantization_config", None) is None:
         check_left_over(folder, left_over)
-    if dtype == torch.float32:  # transformers 4 leaves what it unpacked as it was packed
-        loaded.float()
+    if dtype == torch.float32:  # transformers 4 leaves what it unpacked in 16 bits
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.float() if parameter.dtype in NARROW else parameter.data
     loaded.config._name_or_path = loaded.name_or_path = str(model)  # not where the hub's copy lies
     return loaded.to(target).eval(), left_over
 
