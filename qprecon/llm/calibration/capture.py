@@ -21,6 +21,7 @@ from qprecon.llm.calibration.memory import choose_store, placed
 from qprecon.llm.calibration.replay import Call, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
+from qprecon.llm.model.causal import is_other, other_text
 from qprecon.llm.model.unprunable import FromBlock, ReplayCheck, Turns, Unknown, marked, no_other_stack, same_tensor, unknown
 from qprecon.llm.ranks.dealing import Share
 
@@ -82,6 +83,7 @@ def _captured(
     with evaluation_mode(decoder), torch.no_grad():
         with replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
             decoder(input_ids=short, use_cache=False)
+        sees_later = short.shape[1] > 1 and _sees_later(decoder, blocks, short, recorder)
         if not any(parameter.is_meta for block in blocks for parameter in block.module.parameters()):
             _check_replay(decoder, blocks, short, recorder.containers, compute)
         with replaced_forwards(blocks, recorder.record):
@@ -90,7 +92,18 @@ def _captured(
                     decoder(input_ids=numbers.to(home), use_cache=False)
                 on_sample()
     inputs = BlockInputs(recorder.hidden, recorder.calls, device, recorder.store, stacked.names, recorder.borrowing)
-    return replace(inputs, share=stacked.share, portions=stacked.portions, begins=stacked.begins)
+    return replace(inputs, share=stacked.share, portions=stacked.portions, begins=stacked.begins, sees_later=sees_later)
+
+
+def _sees_later(decoder: nn.Module, blocks: Sequence[Block], short: torch.Tensor, first: _Recorder) -> bool:
+    """Whether a block computes something else for the first of the few tokens `short`, (1, T), where others follow it.
+
+    first: has recorded what the first block of each class makes of `short`.
+    """
+    other = _Recorder(decoder, blocks, first.device, first.store, short.numel())
+    with replaced_forwards(blocks, other.probe), other.sample():
+        decoder(input_ids=other_text(short, int(short.max()) + 1), use_cache=False)
+    return any(is_other(first.beginnings[kind], other.beginnings[kind]) for kind in first.beginnings)
 
 
 def _check_replay(
@@ -205,6 +218,7 @@ class _Recorder:
         self.model, self.blocks = type(decoder).__name__, blocks
         self.classes = [type(block.module) for block in blocks]
         self.containers: dict[type, tuple | None] = {}
+        self.beginnings: dict[type, torch.Tensor] = {}  # what those that were probed return for the first token
         self.device, self.store, self.tokens = device, store, tokens
         self.hidden: list[torch.Tensor] = []
         self.calls: list[list[Call]] = [[] for _ in blocks]
@@ -225,6 +239,7 @@ class _Recorder:
         self.turns.take(index, hidden)
         if self.classes[index] not in self.containers:
             output = forward(*args, **kwargs)
+            self.beginnings[self.classes[index]] = (output if isinstance(output, torch.Tensor) else output[0])[0, 0]
             self.containers[self.classes[index]] = None if isinstance(output, torch.Tensor) else marked(tuple(output)[1:])
         return self._contained(index, hidden)
 

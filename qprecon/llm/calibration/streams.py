@@ -24,7 +24,7 @@ class BlockInputs:
     samples is one object. `names[s]` says which windows sample s holds. `borrowing`: a block was given what another returned
     beside its hidden state, and fails if it uses that. share: where several ranks have a part of the windows each; then `portions`
     says which samples each portion of this rank has, and names and samples are its own; `begins` has the first window of each
-    sample that one process would have made of all windows.
+    sample that one process would have made of all windows. `sees_later`: what blocks compute for a token depends on those after it.
     """
 
     hidden: list[torch.Tensor]
@@ -37,6 +37,7 @@ class BlockInputs:
     share: Share | None = None
     portions: Sequence[range] = ()
     begins: Sequence[int] = ()
+    sees_later: bool = False
 
     @property
     def n_samples(self) -> int:

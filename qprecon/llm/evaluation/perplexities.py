@@ -23,6 +23,7 @@ from qprecon.llm.calibration.windows import (
     is_text,
 )
 from qprecon.llm.model.blocks import check_finite
+from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
@@ -179,6 +180,8 @@ def _total_nll(model: Any, tokens: torch.Tensor, batch_size: int, autocast: torc
     device = model.get_input_embeddings().weight.device
     total = 0.0
     with evaluation_mode(model), progress_bar(len(tokens), progress) as step:
+        if sees_later_tokens(model):
+            raise ValueError(f"{unpredicting(type(model).__name__)}, so that it has no perplexity")
         step("perplexity", 0)
         for index, batch in enumerate(tokens.split(batch_size)):
             nll = _forward_nll(model, batch.to(device), autocast)

@@ -20,6 +20,7 @@ from qprecon.llm.evaluation.likelihoods import log_likelihoods
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
 from qprecon.llm.files.hub import offline_if_silent
+from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_unwrapped
@@ -137,6 +138,8 @@ def _run(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None, batch_
     from lm_eval import evaluate
 
     with evaluation_mode(model), computing_on(model.device):
+        if sees_later_tokens(model):
+            raise ValueError(f"{unpredicting(type(model).__name__)}, so that its likelihoods of answers mean nothing")
         # lm-eval sets a padding token, so it gets a tokenizer of its own.
         lm = _adapter(bar, batch_size)(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size or 1)
         found = _task_manager(any(isinstance(task, str) for task in tasks)).load(tasks)

@@ -21,6 +21,7 @@ import torch
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.masks._prox import PATTERN, prox_2of4
 from qprecon.llm.masks.patterns import lowest_of_m
+from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 
 _BUNDLE = 2**26  # weights to a call of the operator
 _REFERENCE_RMS = 0.02  # about that of a 7B LLaMA, for which the authors' lam and lr were chosen
@@ -76,6 +77,9 @@ def learn_masks(
     home = next(model.parameters()).device
     try:
         _move(model, device)
+        with evaluation_mode(model):
+            if sees_later_tokens(model):
+                raise ValueError(f"proxsparse learns from a next-token loss, but {unpredicting(type(model).__name__)}")
         with _Trained(model, linears) as trained:
             scale = trained.rms() / _REFERENCE_RMS or 1.0
             lam = 0.25 / scale if options.lam is None else options.lam

@@ -22,6 +22,7 @@ from qprecon.llm.calibration.memory import check_host_memory, choose_store, own_
 from qprecon.llm.calibration.replay import call_block, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
+from qprecon.llm.model.causal import unpredicting
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.loss_weights import LossGradients
@@ -56,9 +57,12 @@ def loss_gradients(
     """Squared gradients of the summed next-token loss of the dense model at the outputs of `layers` (those of each block).
 
     `inputs` are those of the first block, made of the `windows`, each (T,); they stay as they are. `ranks`: who has the other
-    windows, where the inputs are a share. ValueError for a model that does not predict tokens, for a loss that is not finite
-    (the window is named) and, naming the block, for a gradient that is not; MemoryError where the host cannot hold what is kept.
+    windows, where the inputs are a share. ValueError for a model that does not predict tokens, or has seen those that it predicts;
+    for a loss that is not finite (the window is named) and, naming the block, for a gradient that is not. MemoryError where the
+    host cannot hold what is kept.
     """
+    if inputs.sees_later:
+        raise ValueError(f"{unpredicting(type(source.model).__name__)}, so that the loss's gradients mean nothing; {_WITHOUT}")
     kept, following, containers = _forward(source, inputs)
     gradients = LossGradients.begun(inputs, ranks)
     found = _Found(gradients, inputs)

@@ -1,0 +1,78 @@
+"""Models whose predictions have seen what they predict: no loss and no perplexity of theirs is computed in silence."""
+
+import pytest
+import torch
+import transformers as tf
+
+from qprecon.llm import perplexity, prune_model
+from qprecon.llm.model.causal import sees_later_tokens
+from tests.llm.families import FAMILIES, VOCAB, build, tokens
+from tests.llm.toy_text import toy_tokenizer
+
+
+def bert():
+    torch.manual_seed(0)
+    config = tf.BertConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    model = tf.BertLMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # what it is made with mixes tokens by less than bfloat16 can tell
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    return model
+
+
+def without_a_mask():
+    """A decoder whose attention sees everything, as models of embeddings have it."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *a, own=forward, **k: own(*a, **{**k, "attention_mask": None})
+    return model
+
+
+SEEING = {"bert": bert, "llama": without_a_mask}
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_see_what_came_before_only(family, dtype):
+    assert not sees_later_tokens(build(family).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SEEING)
+def test_models_that_see_later_tokens(kind, dtype):
+    assert sees_later_tokens(SEEING[kind]().to(dtype))
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_what_needs_a_loss_of_them_is_refused_before_the_work(kind):
+    model = SEEING[kind]()
+    before = {name: own.clone() for name, own in model.state_dict().items()}
+    for given in ({}, {"preset": "best"}, {"preset": "fast", "token_weights": 1.0}, {"preset": "fast", "allocation": "loss"}):
+        with pytest.raises(ValueError, match=f"{type(model).__name__}.*preset='fast'"):
+            prune_model(model, tokens(2), progress=False, **given)
+    with pytest.raises(ValueError, match=f"proxsparse.*{type(model).__name__}"):
+        prune_model(model, tokens(2), progress=False, preset="fast", mask="proxsparse", pattern="2:4")
+    with pytest.raises(ValueError, match=f"{type(model).__name__}.*perplexity"):
+        perplexity(model, tokens(2), seqlen=16)
+    assert all(torch.equal(own, before[name]) for name, own in model.state_dict().items())
+    assert prune_model(model, tokens(2), progress=False, preset="fast").largest_gap <= 1e-4
+
+
+def test_a_folder_of_one(tmp_path):
+    bert().save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="BertLMHeadModel.*preset='fast'"):
+        prune_model(tmp_path / "bert", tokens(2), out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_their_answers_to_tasks_are_not_scored(tmp_path):
+    pytest.importorskip("lm_eval")
+    from qprecon.llm.evaluation.tasks import evaluate_tasks
+
+    (tmp_path / "lambada_openai_test.jsonl").write_text('{"text": "a b c d"}\n')
+    with pytest.raises(ValueError, match="BertLMHeadModel.*answers"):
+        evaluate_tasks(bert(), "lambada_openai", data_dir=tmp_path, tokenizer=toy_tokenizer(), progress=False)
