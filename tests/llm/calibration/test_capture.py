@@ -45,7 +45,7 @@ def test_no_block_is_computed_but_for_a_short_probe():
     for block in find_blocks(model):
         block.module.mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     capture_inputs(model, find_blocks(model), tokens(4))
-    assert seen == [8] * (2 + 3 * 3)  # the probe, twice with other later tokens; then of each block the model's own pass and two replays
+    assert seen == [8] * (2 + 3 * 3)  # the probe, with two texts; then of each block the model's own pass and two replays
 
 
 def test_the_model_is_left_as_found():

@@ -18,7 +18,7 @@ def bert():
     )
     model = tf.BertLMHeadModel(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # what it is made with mixes tokens by less than bfloat16 can tell
+        for parameter in model.parameters():  # as it is made, it mixes tokens by less than bfloat16 can tell
             parameter.mul_(4 if parameter.ndim > 1 else 1)
     return model
 
@@ -69,6 +69,7 @@ def test_a_folder_of_one(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(tf.__version__.startswith("4."), reason="lm-eval needs transformers 5 here")
 def test_their_answers_to_tasks_are_not_scored(tmp_path):
     pytest.importorskip("lm_eval")
     from qprecon.llm.evaluation.tasks import evaluate_tasks
