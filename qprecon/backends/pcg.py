@@ -20,7 +20,8 @@ from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInPieces
 from ._pcg.product import Full, chosen_precision, product
 from ._pcg.recorded import recorded
-from ._pcg.vectors import Scalars, vectors
+from ._pcg.scalars import Goal, Scalars
+from ._pcg.vectors import vectors
 
 _CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
@@ -32,7 +33,6 @@ _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
 H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
 _PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
-_SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         step()
         if iteration % _CHECK_EVERY[device] and iteration != limit:
             continue
-        worst = state.freeze_finished()
+        worst = state.look(iteration)
         if not worst:
             break
         best = (iteration, worst) if worst < 0.9 * best[1] else best
@@ -211,13 +211,12 @@ def _leave_finished(out: _Out | None, state: _State) -> tuple[_Out | None, _Stat
 class _State:
     """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries."""
 
-    chunk: Chunk
+    goal: Goal
     ops: Any
     x_NK: Array
     r_NK: Array
     p_NK: Array
     scalars: Scalars
-    finished_K: Array
 
     @staticmethod
     def begin(chunk: Chunk, ops: Any) -> _State:
@@ -225,21 +224,17 @@ class _State:
         r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
         if xp is not np:
             r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
-        scalars = Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, scalars)
-        return _State(chunk, ops, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
+        scalars, is_gain = Scalars.zeros(r_NK), chunk.linear_NK is not None
+        base_K = cast(chunk.improved_K if is_gain else chunk.start_objective_K, "float64")
+        goal = Goal(base_K, is_gain, chunk.tolerance, _CHECK_EVERY[device_type(r_NK)])
+        p_NK = ops.begin(r_NK, scalars, goal)
+        scalars.finished_K |= scalars.rz_K == 0
+        return _State(goal, ops, xp.zeros_like(r_NK), r_NK, p_NK, scalars)
 
     def take(self, index: Array) -> _State:
         """Only some of the columns."""
-        objective = {name: getattr(self.chunk, name)[index] for name in ("start_objective_K", "improved_K")}
         vectors_NK = (take_columns(x_NK, index) for x_NK in (self.x_NK, self.r_NK, self.p_NK))
-        return _State(
-            replace(self.chunk, **objective),
-            self.ops.take(index),
-            *vectors_NK,
-            self.scalars.take(index),
-            self.finished_K[index],
-        )
+        return _State(self.goal.take(index), self.ops.take(index), *vectors_NK, self.scalars.take(index))
 
     def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
         """A word for each column, ``status`` for those still active, and their iterations."""
@@ -253,22 +248,10 @@ class _State:
         """One iteration of every active column; a finished column's step is zero."""
         self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
 
-    def freeze_finished(self) -> float:
-        """Stop the columns whose estimated gap is small enough; how many times too large the worst other one's is, or 0."""
-        gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
-        if self.chunk.linear_NK is None:
-            base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
-        else:
-            base_K = self.chunk.improved_K + self.scalars.gain_K
-        xp = namespace(gap_K)
-        enough_K = self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
-        small_K = gap_K <= enough_K
-        self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
-        self.scalars.active_K &= ~self.finished_K  # in its place, where a recorded step looks for it
-        ratio_K = xp.where(self.scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K))
-        worst = float(ratio_K.max()) if len(ratio_K) else 0.0
-        return worst if worst == worst else np.inf
+    def look(self, iteration: int) -> float:
+        """See ``Goal.look``; kernels have done the usual ones."""
+        return self.goal.look(self.scalars) if iteration % self.goal.every else self.ops.look(self.scalars, self.goal)
 
     def broken(self) -> Array:
         """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""
-        return ~self.scalars.active_K & ~self.finished_K & (self.scalars.rz_K != 0)
+        return ~self.scalars.active_K & ~self.scalars.finished_K & (self.scalars.rz_K != 0)
