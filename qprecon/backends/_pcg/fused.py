@@ -14,7 +14,7 @@ import triton
 
 from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _thin, _turn, pieces
 from .product import Split
-from .scalars import LEAST, SAFETY, Goal, Scalars
+from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
 
 FLOAT = torch.float32
 
@@ -58,9 +58,9 @@ class Fused:
             self._rz(r_NK, w_NK, scalars)
             self._direct(p_NK, r_NK, w_NK, True)
 
-    def look(self, scalars: Scalars, goal: Goal) -> float:
+    def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
         """See ``Goal.look``: the kernels have done it, each column after so many iterations."""
-        return float(self.far_K.max())
+        return worst_of(self.far_K)
 
     def _make_room(self, r_NK: torch.Tensor) -> None:
         (n, k), empty, scaled = r_NK.shape, r_NK.new_empty, self.apply.scaled

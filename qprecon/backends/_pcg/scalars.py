@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from ...arrays.interop import Array, cast, namespace
+import numpy as np
+
+from ...arrays.interop import Array, cast, namespace, to_numpy
 
 SAFETY = 2.0  # the energy error left is about SAFETY·rᵀC⁻¹r on real layers
 LEAST = 1e-6  # of the start's objective, in whose units columns are given, that errors are relative to
@@ -54,13 +56,18 @@ class Goal:
         """Of some of the columns."""
         return replace(self, base_K=self.base_K[index])
 
-    def look(self, scalars: Scalars) -> float:
-        """Stop the columns that are done; how many times too large the worst other one's error is, or 0."""
+    def look(self, scalars: Scalars) -> tuple[float, int]:
+        """Stop the columns that are done; how many times too large the worst other one's error is, and how many go on."""
         gap_K, xp = SAFETY * cast(scalars.rz_K, "float64"), namespace(scalars.rz_K)
         total_K = self.base_K + scalars.gain_K if self.is_gain else self.base_K - scalars.gain_K - gap_K
         enough_K = self.tolerance * xp.maximum(total_K, xp.full_like(total_K, LEAST))
         scalars.finished_K |= (gap_K <= enough_K) & (gap_K >= 0)
         scalars.active_K &= ~scalars.finished_K  # in its place, where a recorded step looks for it
-        ratio_K = xp.where(scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K))
-        worst = float(ratio_K.max()) if len(ratio_K) else 0.0
-        return worst if worst == worst else float("inf")
+        return worst_of(xp.where(scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K)))
+
+
+def worst_of(far_K: Array) -> tuple[float, int]:
+    """The largest number and how many are above 0; no number counts as infinite. One look at the device."""
+    known_K = to_numpy(far_K)
+    known_K = np.where(np.isnan(known_K), np.inf, known_K)
+    return float(known_K.max(initial=0.0)), int((known_K > 0).sum())

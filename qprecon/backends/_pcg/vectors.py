@@ -36,7 +36,7 @@ class Plain:
         scalars.active_K = scalars.rz_K > 0
         return z_NK
 
-    def look(self, scalars: Scalars, goal: Goal) -> float:
+    def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
         """See ``Goal.look``."""
         return goal.look(scalars)
 
