@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qprecon.files import write_text
+from qprecon.files import local_path, write_text
 
 __all__ = ["PAGE_NAME", "write_page"]
 
@@ -40,6 +40,6 @@ def write_page(folders: Sequence[str | Path], target: str | Path | None = None) 
             raise
         raise ImportError(f"a report's page needs {error.name}: pip install 'qprecon[report]'") from error
     text = page(read_runs(folders))
-    path = Path(folders[0]) / PAGE_NAME if target is None else Path(target)
+    path = local_path(folders[0]) / PAGE_NAME if target is None else local_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_text(path, text)

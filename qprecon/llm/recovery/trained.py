@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from qprecon.files import local_path
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.packed import Packed, pack
 from qprecon.llm.model.blocks import Block
@@ -126,7 +126,7 @@ def _given(views: Sequence[LinearView], source: Any) -> dict[str, torch.Tensor]:
     """Masks by layer, (N, K), checked against the layers; those of a folder for all layers."""
     by_name = {view.name: view for view in views}
     stored = {name: view.stored_as for name, view in by_name.items()}
-    whole = not isinstance(source, Mapping) and Path(source).is_dir()
+    whole = not isinstance(source, Mapping) and local_path(source).is_dir()
     masks = load_masks(source, names=list(by_name) if whole else None, stored=stored)
     for name, mask_NK in masks.items():
         if name not in by_name:
