@@ -48,7 +48,8 @@ def check_output(out: str | Path) -> Path:
     """The output folder, absolute and with links followed, if it may be written: absent, empty, or written by qprecon before.
 
     Raises FileExistsError for a file, a folder that holds something else (the files are named), is a mount point or the one that
-    the process runs in, and links that lead to one another; PermissionError where no folder can be made; ValueError for a name of nothing but blanks.
+    the process runs in, and links that lead to one another; PermissionError where no folder can be made; ValueError for a name of
+    nothing but blanks.
     """
     if not os.fspath(out).strip():  # a variable of a shell that is not set
         raise ValueError("the name of the output folder is empty")

@@ -71,5 +71,8 @@ def check_apart(model: Any, out: str | Path) -> None:
 
 def check_kept(name: str, source: Any, out: str | Path) -> None:
     """ValueError if what is read as the argument `name` lies in the output folder, which is replaced as a whole."""
-    if isinstance(source, str | Path) and (out := local_path(out).resolve()) in ((own := local_path(source).resolve()), *own.parents):
+    if not isinstance(source, str | Path):
+        return
+    own, out = local_path(source).resolve(), local_path(out).resolve()
+    if out in (own, *own.parents):
         raise ValueError(f"{name} {source} lies in the output folder {out}, which is replaced as a whole; choose another")
