@@ -25,8 +25,9 @@ from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.card import model_card
 from qprecon.llm.storage.companions import Companions
-from qprecon.llm.storage.journal import PROGRESS, Journal, current_umask, sync
+from qprecon.llm.storage.journal import PROGRESS, Journal
 from qprecon.llm.storage.replacing import put, restore, saving_folder, tidy
+from qprecon.llm.storage.whole import current_umask, sync
 
 GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page. A process that was killed then
