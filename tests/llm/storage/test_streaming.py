@@ -524,7 +524,7 @@ def test_a_file_that_was_not_all_there_yet_is_read_when_it_is(tmp_path, monkeypa
 def test_a_full_disk_before_anything_is_finished_speaks_of_nothing_kept(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "sync", _no_room)
+        patch.setattr(whole, "sync", _no_room)
         with pytest.raises(OSError, match="cannot write .*No space left") as full:
             prune(folder, tmp_path / "out")
     assert "What was finished" not in str(full.value) and not list(tmp_path.glob(".out*"))
