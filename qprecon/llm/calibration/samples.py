@@ -28,10 +28,10 @@ def calibration_samples(
 ) -> list[torch.Tensor]:
     """The calibration windows, each int64 (T,).
 
-    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each; arrays of numpy and lists of numbers are
-    taken for tensors) are taken as they are, row by row, and so is what tokenizers return (`encodings`), without its padding; a long
-    1-D tensor or text is cut into windows of `seqlen`,
-    of which `nsamples` are drawn with `seed`; of a `Mixture`, or a list of (source, share), each source gives its share of windows.
+    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each; or arrays of numpy or lists of numbers
+    in their place) are taken as they are, row by row, and so is what tokenizers return (`encodings`), without its padding; a long
+    1-D tensor or text is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`; of a `Mixture`, or a list of
+    (source, share), each source gives its share of windows.
 
     Raises ValueError for too little text (with the counts), tensors of more dimensions, windows longer than the model has
     positions, and token numbers outside its vocabulary; TypeError for anything else than text and integer tensors.

@@ -50,8 +50,8 @@ def cut_windows(
 
     Args:
         source: a string or a list of strings (`tokenizer` needed), or token ids: an integer tensor (T,) or (S, L), an array or
-            lists of numbers, what tokenizers return (`encodings`), or a list of such. A string that is a single word or names a file is read by
-            `load_texts`.
+            lists of numbers, what tokenizers return (`encodings`), or a list of such. A string that is a single word or names a
+            file is read by `load_texts`.
         tokenizer: a transformers tokenizer.
         seqlen: tokens a window.
         bos: "none": no special token anywhere. "first": the joined text is tokenised once with whatever the tokenizer

@@ -32,8 +32,8 @@ from qprecon.llm.reporting.report import RECOVERY_NAME
 from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import check_apart, check_output, check_writable, partial_folder, save_model
-from qprecon.llm.storage.replacing import restore, tidy
+from qprecon.llm.storage.output import check_output, check_writable, partial_folder, save_model
+from qprecon.llm.storage.replacing import check_apart, check_kept, restore, tidy
 
 
 @takes(Recovery)
@@ -164,7 +164,9 @@ def _opened(
     ranks.check_same(recovery.settings() | told)
     for each in (model, dense) if out is not None else ():
         check_apart(each, out)
-    out = None if out is None else ranks.decided(lambda: check_output(where.out))
+    if out is not None:
+        check_kept("masks", masks, out)
+        out = ranks.decided(lambda: check_output(where.out))
     with log.library_bars(), ranks.busy():
         for each in (model, dense):
             if isinstance(each, str | Path) and ranks.size > 1:  # one rank downloads, the others find it
