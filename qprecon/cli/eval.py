@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qprecon.arrays.collector import no_collection
 from qprecon.files import local_path
+
+from ._imports import importing
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     import sys
 
-    with no_collection(for_good=True):
+    with importing():
         from qprecon.llm.evaluation.assessment import evaluate
 
     if (adapter := local_path(arguments.model) / "adapter" / "adapter_config.json").is_file():
