@@ -51,6 +51,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": seconds.cpu,
         "cpu changes": findings.cpu_changes,
         "cpu whole": findings.cpu_whole,
+        "cpu start": findings.cpu_start,
         "sparse": seconds.sparse,
     },
 }
