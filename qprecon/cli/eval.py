@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from qprecon.arrays.collector import no_collection
 from qprecon.files import local_path
-
-from ._imports import importing
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     import sys
 
-    with importing():
+    with no_collection(for_good=True):
         from qprecon.llm.evaluation.assessment import evaluate
 
     if (adapter := local_path(arguments.model) / "adapter" / "adapter_config.json").is_file():

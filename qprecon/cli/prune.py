@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from qprecon.arrays.collector import no_collection
 from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import one_line
 from qprecon.files import local_path
@@ -11,7 +12,6 @@ from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.run import Run
 
 from ._flags import add_options, given
-from ._imports import importing
 from ._launch import is_silent, launched
 from ._stop import Terminated
 
@@ -47,7 +47,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
-    with importing():
+    with no_collection(for_good=True):
         from qprecon.llm import prune_model
         from qprecon.llm.calibration.mixture import named_calibration
         from qprecon.llm.settings.recipe_file import command_words, save_recipe

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from qprecon.arrays.collector import no_collection
 from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 
 from ._flags import add_fields, given, headings
-from ._imports import importing
 from ._launch import is_silent, launched
 from ._stop import Terminated
 
@@ -39,7 +39,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Recover, save, and print what was done."""
-    with importing():
+    with no_collection(for_good=True):
         from qprecon.llm import recover
         from qprecon.llm.calibration.mixture import named_calibration
         from qprecon.llm.storage.output import partial_folder
