@@ -30,7 +30,7 @@ class Fused:
 
     def begin(self, r_NK: torch.Tensor, scalars: Scalars, goal: Goal) -> torch.Tensor:
         """First direction p, a new array; sets rz and active."""
-        p_NK, self.goal = torch.empty_like(r_NK), goal
+        p_NK, self.goal = torch.zeros_like(r_NK), goal
         self._make_room(r_NK)
         scalars.active_K.fill_(True)
         with torch.cuda.device(r_NK.device):
@@ -38,7 +38,8 @@ class Fused:
                 pieces(r_NK, self.pieces_M3K[: len(r_NK)])
             w_NK = self._correction(r_NK)
             self._rz(r_NK, w_NK, scalars)
-            self._direct(p_NK, r_NK, w_NK, False)
+            self.ratio_K.zero_()  # β, so that the kernel of later directions makes the first one too
+            self._direct(p_NK, r_NK, w_NK)
         return p_NK
 
     def step(self, x_NK: torch.Tensor, r_NK: torch.Tensor, p_NK: torch.Tensor, scalars: Scalars) -> None:
@@ -56,7 +57,7 @@ class Fused:
             )
             w_NK = self._correction(r_NK)
             self._rz(r_NK, w_NK, scalars)
-            self._direct(p_NK, r_NK, w_NK, True)
+            self._direct(p_NK, r_NK, w_NK)
 
     def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
         """See ``Goal.look``: the kernels have done it, each column after so many iterations."""
@@ -118,11 +119,11 @@ class Fused:
             self.base_K, self.limits, self.far_K, len(self.partial_PK), k, self.goal.every, self.goal.is_gain, LINE,
         )  # fmt: skip
 
-    def _direct(self, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None, has_p: bool) -> None:
+    def _direct(self, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None) -> None:
         """p = z + βp."""
         (n, k), has_w = r_NK.shape, w_NK is not None
         w_NK = r_NK if w_NK is None else w_NK
         _turn[self.grid](
-            p_NK, r_NK, w_NK, self.mask_NK, self.apply.inverse_diagonal_N1, self.pieces_M3K, self.ratio_K, n, k, has_w, has_p,
+            p_NK, r_NK, w_NK, self.mask_NK, self.apply.inverse_diagonal_N1, self.pieces_M3K, self.ratio_K, n, k, has_w,
             self.split, ROWS, COLS,
         )  # fmt: skip

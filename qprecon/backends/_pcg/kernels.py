@@ -118,12 +118,11 @@ def _dot_z(
 @triton.jit(**_VARIED)
 def _turn(
     p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, pieces_ptr, beta_ptr, n, k,
-    HAS_W: tl.constexpr, HAS_P: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HAS_W: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
     p, _ = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W)
-    if HAS_P:
-        p += tl.load(beta_ptr + cols, cols < k, 0.0) * tl.load(p_ptr + at, inside, 0.0)
+    p += tl.load(beta_ptr + cols, cols < k, 0.0) * tl.load(p_ptr + at, inside, 0.0)
     tl.store(p_ptr + at, p, inside)
     if PIECES:
         _store_pieces(pieces_ptr, p, rows, cols, inside, k)

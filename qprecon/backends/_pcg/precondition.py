@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...arrays.halves import unit_of
-from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, like, namespace, to_numpy
+from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, like, namespace
 from ...arrays.linalg import identity
 from .factor import Factor
 
 _OVERSAMPLING = 8
-_HOST_CORE = 80  # rows of a matrix whose eigenvectors the host finds sooner than a GPU
+_HOST_CORE = 48  # rows of a matrix whose eigenvectors the host finds sooner than a GPU
 _INNER_BYTES = 2.0**28
 _SLAB = 2.0**26  # entries
 _ALIGNMENT = 64  # columns of a product: an odd width costs tensor cores most of their speed
@@ -94,17 +94,16 @@ def _mixing(core_rr: Array, rank: int, noise: float) -> tuple[Array, float]:
     Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: theirs are zero. A
     small core is taken apart by the host: on a GPU that is a hundred kernels.
     """
-    on_host = len(core_rr) <= _HOST_CORE and device_type(core_rr) == "cuda"
-    known_rr = to_numpy(core_rr) if on_host else core_rr
-    if on_host and not np.isfinite(known_rr).all():
-        known_rr = np.zeros_like(known_rr)  # an H whose products overflow: no low rank
-    xp = namespace(known_rr)
-    values_r, vectors_rr = xp.linalg.eigh(known_rr)
+    where = core_rr
+    if kind_of(core_rr) == "torch" and len(core_rr) <= _HOST_CORE:
+        core_rr = core_rr.cpu()
+    xp = namespace(core_rr)
+    values_r, vectors_rr = xp.linalg.eigh(core_rr)
     keep = slice(max(0, len(values_r) - rank), None)
     top = max(float(values_r[-1]), 0.0)
     scale_r = xp.where(values_r > noise * top, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5
     mixing_rr = (vectors_rr * scale_r[None, :])[:, keep]
-    return like(np.ascontiguousarray(mixing_rr), core_rr) if on_host else mixing_rr, top
+    return mixing_rr if xp is np else mixing_rr.to(where.device, non_blocking=True), top
 
 
 def jacobi(hessian_NN: Array) -> Preconditioner:

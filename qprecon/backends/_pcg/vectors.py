@@ -13,6 +13,8 @@ from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind
 from ...arrays.linalg import column_dots, take_columns
 from .scalars import Goal, Scalars
 
+_KERNELS_FROM = 2**13  # weights, padding included: kernels are not compiled for less
+
 
 @dataclass(frozen=True, eq=False)
 class Plain:
@@ -77,7 +79,8 @@ class Plain:
 
 def vectors(like_NK: Array, mask_NK: Array, multiply: Any, apply: Any) -> Any:
     """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
-    if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32":
+    n, k = like_NK.shape
+    if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32" and n * k > _KERNELS_FROM:
         from .fused import Fused
 
         return Fused(mask_NK, multiply, apply)
