@@ -44,7 +44,7 @@ from qprecon.llm.settings.run import Run
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.in_memory import MemoryBlocks, told_if_pruned_in_part
 from qprecon.llm.storage.output import Pack, check_output, check_writable, complete_folder, save_model
-from qprecon.llm.storage.replacing import tidy
+from qprecon.llm.storage.replacing import check_kept, tidy
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -190,6 +190,7 @@ def _opened(
     if out is not None:
         out = ranks.decided(lambda: check_output(where.out))
         _say_link(where.out, out, log)
+        check_kept("mask_file", recipe.mask_options.get("masks"), out)
     if store not in (None, "auto"):
         choose_device(store, "store")
     rule = allocation_asked(recipe)

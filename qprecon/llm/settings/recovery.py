@@ -113,7 +113,8 @@ class RecoveryRun:
         TEXT, flag="--calib", metavar="FILE|builtin|c4[:SHARE]", repeated=True,
     )  # fmt: skip
     masks: str | None = option(
-        None, "a file of masks (masks.npz), or a folder with one, in place of the model's zeros", TRAINING, metavar="PATH"
+        None, "masks in place of the model's zeros: a file, or a folder whose zeros they are", TRAINING, metavar="PATH",
+        default="masks.npz in MODEL's folder, if there is one",
     )
     device: str | None = option(None, "cpu, cuda, cuda:1, …", RUN, default="auto, a GPU if there is one")
     progress: bool | str = option("bar", "on stderr: a bar, lines of JSON, or nothing", RUN, choices=PROGRESS)
