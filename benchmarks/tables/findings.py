@@ -93,7 +93,9 @@ def rounding_costs() -> str:
     shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     seconds = {(row["n"], row["k"], row["grid"]): row["whole"] for row in rows}
     body = [[f"{n} → {k}", *(f"{seconds[n, k, grid]:.2f} s" for grid in grids)] for n, k in shapes]
-    note = f"Random layers, the effort of `fast`; {rows[0]['card']}, {rows[0]['date']} (`benchmarks/layers/rounding_parts.py`). "
+    block = sum(seconds[n, k, "int4"] for n, k in shapes)
+    note = f"With int4 that is {block:.2f} s for a block, its output projection left out. "
+    note += f"Random layers, the effort of `fast`; {rows[0]['card']}, {rows[0]['date']} (`benchmarks/layers/rounding_parts.py`). "
     note += f"Rounding to bfloat16 took {run['seconds']['rounding']:.2f} of the {run['seconds_beside_io']:.1f} s that "
     note += f"{run['model']}, took beside the disk, `fast`; {run['gpu']}, {run['date'][:10]} (`benchmarks/models/end_to_end.py`)."
     return table(["inputs → outputs", *grids], body) + f"\n\n{note}"
@@ -102,6 +104,7 @@ def rounding_costs() -> str:
 def cpu_changes() -> str:
     """What changes for CPUs came to (docs/performance.md)."""
     grams, starts, bounds = load("gram_cpu")["results"], load("start_cpu"), load("active_sets")["rows"]
+    once = load("start_once_cpu")
 
     def span(values: list[float], digits: int = 2) -> str:
         return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
@@ -128,6 +131,11 @@ def cpu_changes() -> str:
         [
             "the same with Python's collector of cycles at rest", "a quarter of the imports' time: 0.7 s less",
             f"{change(*collector, 'prune')} beside other work", "`models/start.py`",
+        ],
+        [
+            "the same with transformers' files looked through once, and a text in more pieces", "0.6 s less",
+            f"{' and '.join(change(*pair, 'prune') for pair in (once[:2], once[2:]))}, another processor beside other work",
+            "`models/start.py`",
         ],
         [
             "active sets for bounds", "a third of ADMM's time", f"{span(ratios, 1)} times it; not kept",
@@ -186,8 +194,8 @@ def active_sets() -> str:
     ratios, iterations = [row["ratio"] for row in easy], [row["iterations"] for row in easy]
     words = (
         f"On the easy problems ADMM takes {min(iterations)} to {max(iterations)} iterations with one inverse for all columns and "
-        "all masks. Even a method that paid nothing for the bounds would be only "
-        f"{min(ratios):.1f} to {max(ratios):.1f} times as fast."
+        f"all masks. Even a method that paid nothing for the bounds would be only {min(ratios):.1f} to {max(ratios):.1f} times as "
+        "fast."
     )
     return table(["problem", "at a bound", "ADMM", "active sets", "`pcg` without bounds"], body) + f"\n\n{note}\n\n{words}"
 
