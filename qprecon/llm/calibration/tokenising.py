@@ -10,7 +10,9 @@ one piece.
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ import torch
 
 from qprecon.llm.calibration.documents import half_character
 
-PIECE, OVERLAP = 2**19, 2**14  # characters
+PIECE, OVERLAP = 2**17, 2**13  # characters
 _ALIKE = 128  # tokens on which two pieces must agree where they are joined
-_TOGETHER = 8  # pieces that the tokenizer may work on at a time, each on a core of its own
+_TOGETHER = 32  # pieces that the tokenizer may work on at a time, each on a core of its own
 _TELLING, _BYTES = 1000, 1024  # characters that tell something; more tokens than a model of bytes has
 
 
@@ -42,43 +44,67 @@ def token_stream(text: str, tokenizer: Any, special_tokens: bool = False) -> tor
     return found
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """The tokens of a piece that begins at character `start` of the text. numbers: int64 (T,).
+
+    Where a token's characters are is asked of the tokenizer one by one: as lists, the places of all of them take longer to make
+    than the tokens themselves.
+    """
+
+    start: int
+    numbers: np.ndarray
+    encoding: Any
+
+    def place(self, token: int) -> tuple[int, int]:
+        """A token's first character in the text, and the one behind its last."""
+        first, behind = self.encoding.token_to_chars(token)
+        return self.start + first, self.start + behind
+
+    def tokens(self, some: range) -> list[tuple[int, int, int]]:
+        """Number and place of some of its tokens."""
+        return [(int(self.numbers[token]), *self.place(token)) for token in some]
+
+
 def _in_pieces(text: str, tokenizer: Any) -> torch.Tensor | None:
     """None where two pieces do not agree for long enough."""
     ids: list[np.ndarray] = []
-    last: np.ndarray | None = None  # of the piece before: (id, first character, character behind the last) a token
+    last: _Piece | None = None
+    begin = 0  # the first token of the last piece that is not in `ids`
     for piece in _pieces(text, tokenizer):
         if last is not None:
             joint = _joint(last, piece)
-            if joint is None:
+            if joint is None or joint[0] < begin:
                 return None
-            last, piece = last[: joint[0]], piece[joint[1] :]
-            ids.append(last[:, 0])
+            ids.append(last.numbers[begin : joint[0]])
+            begin = joint[1]
         last = piece
-    return torch.from_numpy(np.concatenate([*ids, last[:, 0]]))
+    assert last is not None
+    return torch.from_numpy(np.concatenate([*ids, last.numbers[begin:]]))
 
 
-def _pieces(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    """(T, 3) of each piece: a token's number, and its characters in the whole text."""
+def _pieces(text: str, tokenizer: Any) -> Iterator[_Piece]:
     starts = range(0, len(text) - OVERLAP, PIECE)  # what is left is more than the overlap, so that it can be joined
     for first in range(0, len(starts), _TOGETHER):
         some = starts[first : first + _TOGETHER]
         parts = [text[start : start + PIECE + OVERLAP] for start in some]
-        made = tokenizer(parts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for start, numbers, places in zip(some, made["input_ids"], made["offset_mapping"], strict=True):
-            places = np.asarray(places, np.int64).reshape(-1, 2) + start
-            yield np.column_stack([np.asarray(numbers, np.int64), places])
+        made = tokenizer(parts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for start, numbers, encoding in zip(some, made["input_ids"], made.encodings, strict=True):
+            yield _Piece(start, np.asarray(numbers, np.int64), encoding)
 
 
-def _joint(before: np.ndarray, after: np.ndarray) -> tuple[int, int] | None:
+def _joint(before: _Piece, after: _Piece) -> tuple[int, int] | None:
     """Where to go on with the second piece: a place in each, in the middle of a run of tokens that both have."""
-    if not len(before) or not len(after):
+    size, others = len(before.numbers), len(after.numbers)
+    if not size or not others:
         return None
-    middle = (after[0, 1] + before[-1, 2]) // 2
-    i, j = int(np.searchsorted(before[:, 1], middle)), int(np.searchsorted(after[:, 1], middle))
+    middle = (after.place(0)[0] + before.place(size - 1)[1]) // 2
+    i = bisect_left(range(size), middle, key=lambda token: before.place(token)[0])
+    j = bisect_left(range(others), middle, key=lambda token: after.place(token)[0])
     half = _ALIKE // 2
-    if min(i, j) < half or i + half > len(before) or j + half > len(after):
+    if min(i, j) < half or i + half > size or j + half > others:
         return None
-    return (i, j) if np.array_equal(before[i - half : i + half], after[j - half : j + half]) else None
+    return (i, j) if before.tokens(range(i - half, i + half)) == after.tokens(range(j - half, j + half)) else None
 
 
 def _warn_of_bytes(count: int, text: str, tokenizer: Any) -> None:

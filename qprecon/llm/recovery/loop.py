@@ -20,7 +20,7 @@ from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
-from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
+from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
 from qprecon.llm.recovery.report import RecoveryReport
@@ -56,7 +56,7 @@ def recover(
     resume: bool = True,
     save_masks: bool = False,
     save_steps: int | None = None,
-    rank_timeout: float = TIMEOUT,
+    rank_timeout: float = RecoveryRun.rank_timeout,
     **settings: Any,
 ) -> RecoveryReport:
     """Train a pruned model towards the dense model it came from (distillation), every pruned weight staying exactly zero.

@@ -638,7 +638,7 @@ def test_sparsity_and_pattern_say_one_thing():
 
 @pytest.mark.parametrize("quantize", ["none", "fp8"])
 def test_single_tensors_in_wider_floats_stay_as_they_are_stored(quantize, tmp_path, monkeypatch):
-    """Norms in float32, as some models have them; what is pruned is in the model's own dtype, as all is if one is asked for."""
+    """Norms in float32, as some models have them; what is pruned is in the model's own dtype, all in one that is asked for."""
     folder = saved(tmp_path / "dense")
     stored = load_file(folder / "model.safetensors")
     stored = {name: own.float() + 2**-12 if "norm" in name else own for name, own in stored.items()}
