@@ -56,7 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--numbers", help="of kills: only these processes, and `late`, with commas between; nothing is written")
     parser.add_argument("--again", action="store_true", help="of recipes and machines: only those that the JSON lists as faults")
     parser.add_argument("--no-json", action="store_true", help="print only")
+    parser.add_argument("--out", type=Path, default=OUT, help="the JSON that gets the counts")
+    parser.add_argument("--merge", type=Path, help="run nothing: take the parts of this JSON, another machine's --out")
     given = parser.parse_args(arguments)
+    if given.merge is not None:
+        save(given.out, read(given.merge))
+        return 0
     parts = given.only.split(",")
     if unknown := set(parts) - set(COUNTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(COUNTS)}")
@@ -76,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             wrong += len(tally.faults)
             print(table(tally), flush=True)
             if not given.no_json and not given.numbers:
-                write(tally)
+                write(tally, given.out)
     return int(wrong > 0)
 
 
@@ -131,7 +136,7 @@ def _served(part: str, server: Server, models: Models, folder: Path, count: int,
 
 def earlier(part: str) -> dict[str, Any]:
     """What the JSON has of a part."""
-    return json.loads(OUT.read_text())["parts"][part]
+    return read(OUT)[part]
 
 
 def mended(again: Tally) -> Tally:
@@ -158,14 +163,23 @@ def table(tally: Tally) -> str:
     return "\n".join(lines)
 
 
-def write(tally: Tally) -> None:
+def write(tally: Tally, out: Path) -> None:
     """Replace this part's counts in the JSON."""
     from qprecon.llm.reporting.outcome import versions
 
-    known = json.loads(OUT.read_text()) if OUT.is_file() else {"parts": {}}
     about = {"date": datetime.date.today().isoformat(), "versions": versions()}
-    known["parts"][tally.part] = about | tally.to_dict()
-    OUT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    save(out, {tally.part: about | tally.to_dict()})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The parts in a JSON."""
+    return json.loads(path.read_text(encoding="utf-8"))["parts"]
+
+
+def save(out: Path, parts: dict[str, Any]) -> None:
+    """Put these parts in the place of those that the JSON has; the others stay."""
+    known = read(out) if out.is_file() else {}
+    out.write_text(json.dumps({"parts": known | parts}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.pages import RESULTS, load, rows_of, table
@@ -155,6 +157,18 @@ def cpu_whole() -> str:
     return CPU_WHOLE.format(**run, **facts)
 
 
+CPU_START = """\
+`qprecon prune` works {prune:.1f} s until its first block, SmolLM2; {libraries:.1f} s of them import torch and the model's
+module of transformers, and most of the rest is the tokenizer and the text through it. `prune --help` takes {help:.2f} s.
+Python's collector of cycles rests during the imports, as nearly all objects that they make stay. ({device}, {date};
+`benchmarks/models/start.py`.)"""
+
+
+def cpu_start() -> str:
+    """What a command takes before it works, in its last measurement (docs/performance.md)."""
+    return CPU_START.format(**load("start_cpu")[-1])
+
+
 def active_sets() -> str:
     """Active sets beside ADMM for bounded columns (docs/backends.md)."""
     found = load("active_sets")
@@ -167,7 +181,50 @@ def active_sets() -> str:
         for row in found["rows"]
     ]  # fmt: skip
     note = f"Seconds of one processor and iterations, to a certified {found['tol']:g}; {found['device']}, {found['date']}."
-    return table(["problem", "at a bound", "ADMM", "active sets", "`pcg` without bounds"], body) + f"\n\n{note}"
+    easy = [row["admm"] | {"ratio": row["admm"]["seconds"] / row["pcg without bounds"]["seconds"]}
+            for row in found["rows"] if "easy" in row["problem"]]  # fmt: skip
+    ratios, iterations = [row["ratio"] for row in easy], [row["iterations"] for row in easy]
+    words = (
+        f"On the easy problems ADMM takes {min(iterations)} to {max(iterations)} iterations with one inverse for all columns and all "
+        f"masks. Even a method that paid nothing for the bounds would be only {min(ratios):.1f} to {max(ratios):.1f} times as fast."
+    )
+    return table(["problem", "at a bound", "ADMM", "active sets", "`pcg` without bounds"], body) + f"\n\n{note}\n\n{words}"
+
+
+def _fastest(name: str, wanted: Callable[[dict[str, Any]], bool], settings: tuple[str, ...]) -> Counter[str]:
+    """On how many problems, at these settings, each backend is the fastest certified one; "auto" chooses among them."""
+    fastest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows_of(name):
+        if row["setting"] in settings and row.get("certified_fraction") == 1.0 and row["backend"] != "auto" and wanted(row):
+            best = fastest.setdefault((row["problem"], row["setting"]), row)
+            if row["seconds"] < best["seconds"]:
+                fastest[row["problem"], row["setting"]] = row
+    return Counter(row["backend"] for row in fastest.values())
+
+
+def _counts(found: Counter[str]) -> str:
+    return ", ".join(f"`{backend}` {count}" for backend, count in found.most_common())
+
+
+def fastest_backends() -> str:
+    """Which backends are the fastest certified ones, and which hold bounds to 1e-6 (docs/backends.md)."""
+    bounded, hard = lambda row: "bounds" in row["problem"], lambda row: row["problem"].startswith("smollm2_0_o_proj")
+    both = ("1e-4", "1e-6")
+    held: dict[str, list[bool]] = {}
+    for row in rows_of("backends_processor"):
+        if bounded(row) and row["setting"] == "1e-6" and "certified_fraction" in row and row["backend"] != "auto":
+            held.setdefault(row["backend"], []).append(row["certified_fraction"] == 1.0)
+    body = [
+        ["one CPU thread, no bounds", _counts(_fastest("backends_processor", lambda row: not bounded(row), both))],
+        ["one CPU thread, bounds, this layer", _counts(_fastest("backends_processor", lambda r: bounded(r) and hard(r), both))],
+        ["one CPU thread, bounds, the others", _counts(_fastest("backends_processor", lambda r: bounded(r) and not hard(r), both))],
+        ["GPU, no bounds, to 1e-4", _counts(_fastest("backends_gpu", lambda row: not bounded(row), both[:1]))],
+        ["GPU, no bounds, to 1e-6", _counts(_fastest("backends_gpu", lambda row: not bounded(row), both[1:]))],
+        ["GPU, bounds", _counts(_fastest("backends_gpu", bounded, both))],
+    ]
+    shares = ", ".join(f"`{name}` {sum(sound)} of {len(sound)}" for name, sound in sorted(held.items(), key=lambda i: -sum(i[1])))
+    note = f"Problems with bounds certified to 1e-6 on one CPU thread, of those that were run: {shares}."
+    return table(["on", "the fastest certified backend, by problems and tolerances"], body) + f"\n\n{note}"
 
 
 def bounded_badly_conditioned() -> str:

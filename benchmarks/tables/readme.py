@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/llm/low_bit.md": {"rounding costs": findings.rounding_costs},
     "docs/backends.md": {
         "bounded": findings.bounded_badly_conditioned,
+        "fastest": findings.fastest_backends,
         "active sets": findings.active_sets,
         "few-tokens": seconds.few_tokens,
     },
@@ -51,6 +52,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "cpu": seconds.cpu,
         "cpu changes": findings.cpu_changes,
         "cpu whole": findings.cpu_whole,
+        "cpu start": findings.cpu_start,
         "sparse": seconds.sparse,
     },
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from qprecon.files import local_path
+
 _REQUIRED = ("H", "W", "mask")
 _OPTIONAL = ("rhs", "lower", "upper")
 _SAVED = "weights iterations objective baseline_objective stationarity violation gap_bound relative_gap fell_back".split()
@@ -35,10 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Solve, save and print the outcome."""
     import qprecon
 
-    if Path(arguments.out).resolve() == Path(arguments.problem).resolve():
+    given, out = local_path(arguments.problem), local_path(arguments.out)
+    if out.resolve() == given.resolve():
         raise ValueError(f"-o {arguments.out} is the problem itself, which it would overwrite; choose another name")
-    problem = _read(Path(arguments.problem))
-    _make_room(Path(arguments.out))
+    problem = _read(given)
+    _make_room(out)
     solution = qprecon.solve(
         **problem,
         backend=arguments.backend,
@@ -48,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         time_limit=arguments.time_limit,
         dtype=arguments.dtype,
     )
-    _write(Path(arguments.out), solution)
+    _write(out, solution)
     print(solution.summary())
     return 0 if solution.optimal.all() else 1
 

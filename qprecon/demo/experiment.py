@@ -17,7 +17,7 @@ from typing import Any
 
 from qprecon.demo.model import NAME, ModelUnavailableError, demo_model_folder
 from qprecon.demo.text import split_builtin_text
-from qprecon.files import write_text
+from qprecon.files import local_path, write_text
 
 SPARSITY = 0.5
 SEED = 0
@@ -79,7 +79,8 @@ class DemoResult:
 
     def write_json(self, path: str | Path) -> None:
         """Write the numbers with machine, versions and date."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        path = local_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
         rounded = {**dataclasses.asdict(self), "seconds": {k: round(v, 2) for k, v in self.seconds.items()}}
         write_text(path, json.dumps(rounded, indent=2) + "\n")
 
@@ -152,7 +153,7 @@ def _prune_and_measure(
     with _timed(seconds, "prune, optimal"):
         # float32 as above: stored in bfloat16, the blocks would run in it, which a CPU does five times more slowly
         prune_model(folder, calibration, update="optimal", out=out, dtype="float32", **common)
-    evaluate("optimal", Path(out))  # the saved folder, so that the number is what a user of the file gets
+    evaluate("optimal", local_path(out))  # the saved folder, so that the number is what a user of the file gets
     return measured, bos
 
 
@@ -171,9 +172,9 @@ def _windows(tokenizer: Any, sizes: Sizes) -> tuple[Any, Any, str]:
 
 def _model_folder(model: str | Path | None, cache: str | Path) -> Path:
     if model is not None:
-        if not (Path(model) / "config.json").is_file():
+        if not (local_path(model) / "config.json").is_file():
             raise FileNotFoundError(f"{model} is not a model folder: it has no config.json")
-        return Path(model)
+        return local_path(model)
     try:
         return demo_model_folder(cache)
     except (ModelUnavailableError, OSError) as error:

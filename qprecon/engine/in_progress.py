@@ -13,7 +13,8 @@ from ..contract.interface import RawColumns
 from ..problem.column_qp import ColumnQP
 from ..proof.audit import Figures, audit
 from ..proof.factor import Certificate
-from ..proof.starting_point import Start, surely_better
+from ..proof.improvement import sharpen, surely_better
+from ..proof.starting_point import Start
 from ..status import Status
 from .results import LIMITS, NOT_RUN, Results
 
@@ -69,7 +70,10 @@ class InProgress:
         columns = compose(self.columns, local, self.weights_NK)
         with numbers_may_fail():
             fresh = audit(self.problem, self.cert, answer_NK, columns)
-        masked, began = start.masked.take(local, some), start.audit.take(local, some)
+            masked = start.masked.take(local, some)
+            if sharpen(self.problem, self.cert, masked, answer_NK, fresh, columns):
+                start.masked.put_values(local, masked)
+        began = masked if start.audit is start.masked else start.audit.take(local, some)
         with np.errstate(invalid="ignore"):
             lower_K = fresh.value + fresh.rounding < began.value - began.rounding
             higher_K = ~(fresh.value - fresh.rounding <= began.value + began.rounding)

@@ -110,13 +110,13 @@ def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_siz
     return out
 
 
-def improve(task: Task, limits: Limits, out: Outcome, columns: np.ndarray, anew: bool = False) -> None:
-    """Give some columns to another backend, from where they are; ``out`` keeps the better of both. anew: from the beginning, and
-    ``out`` has what comes of that."""
+def solve_again(task: Task, limits: Limits, out: Outcome, columns: np.ndarray, warm_NK: Array | None) -> None:
+    """Solve some columns once more, perhaps with another backend, and put what comes of it in ``out``: from the warm start
+    ``out.results.weights_NK`` that is the better of both answers, from None whatever the new one is."""
     results = out.results
     iterations, fell_back, status = (x[columns].copy() for x in (results.iterations, results.fell_back, results.status))
     for part in slices(np.arange(len(columns)), task.automatic_width(), contiguous=True):
-        _solve_chunk(task, limits, None if anew else results.weights_NK, columns[part], out)
+        _solve_chunk(task, limits, warm_NK, columns[part], out)
     results.iterations[columns] += iterations
     kept_K = results.fell_back[columns] & ~fell_back  # what was there before was no fallback and stays
     results.status[columns[kept_K]] = status[kept_K]

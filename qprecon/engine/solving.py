@@ -19,7 +19,7 @@ from ..problem.hessian import floating
 from ..solution import Provenance, Solution, Timing
 from . import choice
 from .in_progress import numbers_may_fail
-from .rounds import Limits, Outcome, Task, improve, solve_in_chunks
+from .rounds import Limits, Outcome, Task, solve_again, solve_in_chunks
 from .shared import Shared
 
 _LAST_RESORT, _WITH_BOUNDS = "cholesky", ("piqp", "clarabel")
@@ -75,7 +75,7 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
         if last is not None:
             chosen |= _finish(last, shared, task, limits, outcome)
         if at_first is not limits and len(left := outcome.results.unfinished(limits.tol, own_limits=True)) and not limits.expired:
-            improve(task, limits, outcome, left, anew=True)  # ADMM goes on badly from weights without their multipliers
+            solve_again(task, limits, outcome, left, None)  # ADMM goes on badly from weights without their multipliers
     return _assemble(task, outcome, request, chosen, setup_seconds)
 
 
@@ -109,7 +109,7 @@ def _finish(record: Backend, shared: Shared, task: Task, limits: Limits, outcome
     if not len(left) or not _can_take(task.problem, len(left)) or task.cert.factor_NN is None or limits.expired:
         return {}
     exact = shared.setup_in(registry.load(record, {}), task.backend.dtype)
-    improve(Task(task.problem, task.cert, exact), limits, outcome, left)
+    solve_again(Task(task.problem, task.cert, exact), limits, outcome, left, outcome.results.weights_NK)
     return {"finished by": f"{record.name}: {len(left)} columns"}
 
 

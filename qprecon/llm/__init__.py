@@ -6,7 +6,10 @@ them: the command line shows the options of a `Recipe`, and a `PruneReport` is r
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ def __dir__() -> list[str]:
 
 
 def check_installed() -> None:
-    """ImportError, naming the extra, where torch or transformers is missing."""
+    """Import both. ImportError, naming the extra, where torch or transformers is missing."""
     for package in ("torch", "transformers"):
         try:
             import_module(package)
@@ -53,3 +56,27 @@ def check_installed() -> None:
             if error.name not in ("torch", "transformers"):
                 raise
             raise ImportError(f"qprecon.llm needs {error.name}: pip install 'qprecon[llm]'") from error
+    _import_models()
+
+
+def _import_models() -> None:
+    """Import `transformers.models`, whose files are then read once.
+
+    transformers looks through them for what each has to offer as it is imported itself, and once more with the first of its models,
+    since its memory of that holds fewer folders than there are. What the first look found is handed on to the second. An error is
+    not told here, but where a model is used.
+    """
+    if "transformers.models" in sys.modules:
+        return
+    with suppress(Exception):
+        import transformers
+        from transformers.utils import import_utils
+
+        folder = Path(transformers.__file__).parent / "models"
+        look = import_utils.create_import_structure_from_path
+        known = look(folder)
+        import_utils.create_import_structure_from_path = lambda path: known if Path(path) == folder / "__init__.py" else look(path)
+        try:
+            import transformers.models
+        finally:
+            import_utils.create_import_structure_from_path = look

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qprecon.files import write_text
+from qprecon import sniff
+from qprecon.files import local_path, write_text
 
 __all__ = ["PAGE_NAME", "write_page"]
 
@@ -28,7 +29,7 @@ def write_page(folders: Sequence[str | Path], target: str | Path | None = None) 
 
     Raises:
         FileNotFoundError: a folder without a report. ValueError: no folders, or a report that cannot be read: file and key are
-        named. ImportError: jinja2 or pydantic is missing.
+        named. FileExistsError: another kind of file has the page's name. ImportError: jinja2 or pydantic is missing.
     """
     try:
         import pydantic  # noqa: F401
@@ -39,7 +40,18 @@ def write_page(folders: Sequence[str | Path], target: str | Path | None = None) 
         if error.name not in ("jinja2", "markupsafe", "pydantic"):
             raise
         raise ImportError(f"a report's page needs {error.name}: pip install 'qprecon[report]'") from error
+    path = local_path(folders[0]) / PAGE_NAME if target is None else local_path(target)
+    _check_free(path)
     text = page(read_runs(folders))
-    path = Path(folders[0]) / PAGE_NAME if target is None else Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_text(path, text)
+
+
+def _check_free(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the name of a file in it for the page")
+    if path.is_file():
+        with open(path, "rb") as file:
+            kind = sniff.sniffed(file.read(sniff.HEAD))
+        if kind not in (sniff.HTML, sniff.EMPTY):
+            raise FileExistsError(f"{path} is there and is no HTML page; give the page another name")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qprecon.files import YAML, read_text
+from qprecon.files import YAML, local_path, read_text
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.reporting.reading import read_json, validated
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, LayerRow, PruneReport
@@ -151,7 +151,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run | RecoveryRun]:
     """The runs in `folders`, with names that tell them apart."""
     if not folders:
         raise ValueError("no folder given")
-    paths = [Path(folder) for folder in folders]
+    paths = [local_path(folder) for folder in folders]
     return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 

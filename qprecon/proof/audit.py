@@ -74,6 +74,11 @@ class Figures:
         """One whose columns can be overwritten."""
         return Figures(**{name: getattr(self, name).copy() for name in _FIGURES}, rho_NK=self.rho_NK + 0)
 
+    def put_values(self, local: np.ndarray, known: Figures) -> None:
+        """Write what is better known of the objective of some columns to its place."""
+        for name in ("objective", "value", "rounding"):
+            getattr(self, name)[local] = getattr(known, name)
+
     def put(self, local: np.ndarray, some: Any, fresh: Figures) -> None:
         """Write the figures of some columns to their places."""
         for name in _FIGURES:

@@ -68,8 +68,12 @@ def look(
     mask_NK = problem.mask_NK[:, columns]
     back_NK = w_NK - new_NK  # −Δ
     g_NK = problem.linear("float64", columns)
-    rho_NK = problem.damped_product(back_NK)
-    error = gamma(problem.n_inputs)
+    if rough := rough and takes_halves(problem, weights_NK):
+        product_NK = symmetric_product(problem.hessian_NN, cert.root_N, cast(back_NK, "float32"))
+        rho_NK = cast(product_NK, "float64") + problem.ridge * back_NK
+    else:
+        rho_NK = problem.damped_product(back_NK)
+    error = ROUGH if rough else gamma(problem.n_inputs)
     value_K, size_NK, constant_K = column_dots(back_NK, rho_NK), abs(back_NK), 0.0
     mass_K = cert.root_N @ size_NK
     reach_K, rounding_K = mass_K, 2.0 * error * mass_K**2
@@ -159,7 +163,8 @@ def _look_fused(
 
 def takes_halves(problem: ColumnQP, weights_NK: Array) -> bool:
     """Whether a rough look is worth its halves: they are made for every product."""
-    narrow = dtype_name(problem.hessian_NN) == dtype_name(weights_NK) == "float32"
+    narrow = kind_of(weights_NK) == "torch" and dtype_name(problem.hessian_NN) == dtype_name(weights_NK) == "float32"
+    narrow = narrow and problem.rhs_NK is None and not problem.has_bounds
     return narrow and has_fast_halves(weights_NK) and problem.n_inputs * weights_NK.shape[0] * weights_NK.shape[1] > _ROUGH_FROM
 
 

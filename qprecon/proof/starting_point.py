@@ -1,4 +1,4 @@
-"""The start of columns, the scale of a column's objective, and whether an answer is better than the start."""
+"""The start of columns, and the scale of a column's objective."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..arrays.linalg import column_dots, column_norms
 from ..problem.column_qp import ColumnQP
 from .audit import Figures, audit, relative_gap
 from .factor import Certificate, gamma
+from .improvement import masked_weights, surely_better
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,8 @@ class Start:
 
 def find_start(problem: ColumnQP, cert: Certificate, dtype: str, warm_NK: Array | None, columns: Any) -> Start:
     """The start of the chosen columns; ``warm_NK`` is a caller's (N, K) warm start for the whole problem."""
-    masked_NK, rough = masked_weights(problem, dtype, columns), cert.factor_NN is not None and cert.dead_N is None
+    masked_NK = masked_weights(problem, dtype, columns)
+    rough = warm_NK is None and cert.factor_NN is not None and cert.dead_N is None
     masked = audit(problem, cert, masked_NK, columns, certify=False, rough=rough)
     energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
     zero_K, slack_K = _zero(problem, columns)
@@ -99,47 +101,6 @@ def _zero(problem: ColumnQP, columns: Any) -> tuple[np.ndarray, np.ndarray] | tu
         worst = int(indices_of(columns)[to_numpy(zero_K + 1e-3 * given_K).argmin()])
         raise ValueError(f"{_TOO_SMALL} {worst}: the dense weights' squared error would be negative")
     return to_numpy(zero_K - rounding_K), to_numpy(slack_K)
-
-
-def masked_weights(problem: ColumnQP, dtype: str, columns: Any) -> Array:
-    """The chosen columns of W with zeros where they are pruned, inside the bounds."""
-    return problem.clip(cast(problem.weights_NK[:, columns], dtype), columns)
-
-
-def surely_better(
-    problem: ColumnQP, cert: Certificate, answer_NK: Array, answer: Figures, masked: Figures, columns: Any
-) -> np.ndarray:
-    """(K,) bool: f is lower than the masked weights' whatever the rounding errors of both, and those of H's own entries.
-
-    With an error E in H, |E_ij| ≤ ``cert.entry`` · √(H_ii H_jj), the difference of the two objectives is off by dᵀEs with
-    d = ŵ − w₀ and s = ŵ + w₀ − 2w. So weights that go far along directions which only rounding made up lose to the start, and so
-    does a squared norm below zero beyond all of that.
-    """
-    with np.errstate(invalid="ignore", over="ignore"):
-        gain_K = (masked.value - masked.rounding) - (answer.value + answer.rounding)
-        better_K = gain_K > 0.0
-        if problem.rhs_NK is None:
-            better_K &= answer.value + answer.rounding + cert.entry * answer.mass**2 >= 0.0
-        unsure = np.flatnonzero(better_K & ~(cert.entry * (answer.mass + masked.mass) ** 2 < gain_K))
-        if len(unsure):
-            some_NK = answer_NK[:, like(unsure, answer_NK)]
-            better_K[unsure] = _entry_error(problem, cert, some_NK, _of(columns, unsure, answer_NK)) < gain_K[unsure]
-    return better_K
-
-
-def _of(columns: Any, local: np.ndarray, near: Array) -> Any:
-    if isinstance(columns, slice):
-        return like(local + (columns.start or 0), near)
-    return columns[local if isinstance(columns, np.ndarray) else like(local, near)]
-
-
-def _entry_error(problem: ColumnQP, cert: Certificate, answer_NK: Array, columns: Any) -> np.ndarray:
-    """Bound on Σ |d_i| |E_ij| |s_j|."""
-    root_N = cast(problem.hessian_NN.diagonal(), "float64") ** 0.5
-    masked_NK = cast(masked_weights(problem, str(answer_NK.dtype).removeprefix("torch."), columns), "float64")
-    new_NK, w_NK = cast(answer_NK, "float64"), cast(problem.weights_NK[:, columns], "float64")
-    apart_K = root_N @ abs(new_NK - masked_NK)
-    return to_numpy(cert.entry * apart_K * (root_N @ abs((new_NK - w_NK) + (masked_NK - w_NK))))
 
 
 def _energy(

@@ -14,8 +14,9 @@ from ..problem.column_qp import ColumnQP
 from ..wording import counted
 from .audit import Figures, audit
 from .factor import Certificate, gamma
+from .improvement import masked_weights
 from .notices import NO_LOWER_BOUND
-from .starting_point import Start, check_squared_error, find_start, masked_weights
+from .starting_point import Start, check_squared_error, find_start
 
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
 

@@ -310,6 +310,18 @@ def test_a_key_that_is_wrong_is_named_with_its_file(folders, tmp_path, name, pat
         write_page([tmp_path])
 
 
+def test_a_page_takes_the_place_of_a_page_only(folders, tmp_path):
+    """`-o OUT/qprecon_report.json` would be the end of the report."""
+    before = (folders[0] / runs.REPORT_NAME).read_bytes()
+    for target in (folders[0] / runs.REPORT_NAME, folders[0] / "config.json", folders[0]):
+        if target.exists():
+            with pytest.raises(OSError, match="another name|name of a file in it"):
+                write_page(folders, target)
+    assert (folders[0] / runs.REPORT_NAME).read_bytes() == before
+    for _ in range(2):
+        assert write_page(folders, tmp_path / "page.html").read_text().startswith("<!")
+
+
 @pytest.mark.parametrize("missing", ["jinja2", "pydantic"])
 def test_a_missing_package_names_the_extra(folders, missing):
     code = f"import sys; sys.modules[{missing!r}] = None\nfrom qprecon.page import write_page\nwrite_page([{str(folders[0])!r}])"

@@ -293,6 +293,33 @@ def test_searched_scales_cost_no_more_than_those_of_the_largest_weights(seed, na
         assert np.allclose(found.units(q) * steps, q, rtol=near, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["int4", "int3", "int2", "fp8"])
+def test_searched_scales_are_the_best_of_25_from_two_fifths_on(name):
+    _, _, _, grid, best = setting(32, 3, 5, name, scale_dtype="float32", group_size=16)
+    weight = np.random.default_rng(5).uniform(0.1, 10, 32)
+    error = lambda fitted: (weight[:, None] * (best - fitted.nearest(best)) ** 2).reshape(2, 16, 3).sum(1)  # noqa: E731
+    whole = fit_scales(grid, best)
+    tried = [whole.mapped(lambda scale, share=share: (share * scale).astype(np.float32)) for share in np.linspace(1.0, 0.4, 25)]
+    errors = np.stack([error(each) for each in tried])
+    found = search_scales(grid, best, weight)
+    assert np.allclose(error(found), errors.min(0), rtol=1e-4)
+    shares = found.scale_GK / whole.scale_GK
+    assert np.allclose(shares, np.linspace(1.0, 0.4, 25)[errors.argmin(0)], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["int4", "int3", "fp8"])
+def test_re_fitted_scales_are_the_vertices_of_their_parabolas(name):
+    """One group: with the codes as they are, no other scale of it makes f smaller; and the first one was not that."""
+    a, w, _, grid, best = setting(32, 6, 3, name, scale_dtype="float32", group_size=None)
+    fitted = fit_scales(grid, best)
+    q = fitted.nearest(best)
+    units = fitted.units(q)
+    again, q_new, r_new = refit_scales(a, fitted, q, a @ (w - q))
+    assert (objective(a, w, q_new) < objective(a, w, q)).all() and np.allclose(r_new, a @ (w - q_new), atol=1e-12)
+    vertex = (units * (a @ w)).sum(0) / (units * (a @ units)).sum(0)
+    assert np.allclose(again.scale_GK[0], vertex, rtol=1e-6) and np.allclose(q_new, units * vertex, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_re_fitted_scales_stay_on_the_grid_with_one_scale_for_all(name):
     """What a re-fit gives is what a reader computes, bit for bit, in float64 and float32; nvfp4 has one scale over all others."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from qprecon.arrays.memory import device_out_of_memory
 from qprecon.llm.calibration.memory import choose_store, placed
-from qprecon.llm.calibration.replay import Call, run_block, split_call
+from qprecon.llm.calibration.replay import Call, replaced_forwards, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.causal import is_other, other_text
@@ -187,26 +187,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-@contextmanager
-def replaced_forwards(blocks: Sequence[Block], replacement: Callable) -> Iterator[None]:
-    """While open, block b's forward is `replacement(b, original forward, args, kwargs)`."""
-    found = [block.module.__dict__.get("forward") for block in blocks]
-    try:
-        for index, block in enumerate(blocks):
-            block.module.forward = _bind(replacement, index, block.module.forward)
-        yield
-    finally:
-        for block, forward in zip(blocks, found, strict=True):
-            if forward is None:
-                block.module.__dict__.pop("forward", None)
-            else:
-                block.module.forward = forward
-
-
-def _bind(replacement: Callable, index: int, original: Callable) -> Callable:
-    return lambda *args, **kwargs: replacement(index, original, args, kwargs)
 
 
 class _Recorder:

@@ -7,11 +7,29 @@ position 0, as it does alone. Either way Gram matrices hold the text's tokens on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+
+def as_tensors(source: Any) -> Any:
+    """Token ids in arrays of numpy, lists of numbers and lists of these, as tensors in their place; anything else as it is.
+
+    ValueError for numbers of more than 64 bits.
+    """
+    if isinstance(source, np.ndarray) and source.dtype.kind in "iufb":
+        return torch.from_numpy(np.ascontiguousarray(source))
+    if isinstance(source, str | bytes) or not isinstance(source, Sequence) or not len(source):
+        return source
+    if all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in source):
+        try:
+            return torch.from_numpy(np.array(source, np.int64))
+        except OverflowError as error:
+            raise ValueError(f"token ids are integers of at most 64 bits ({error})") from error
+    items = [as_tensors(item) if isinstance(item, np.ndarray | Sequence) else item for item in source]
+    return items if all(isinstance(item, torch.Tensor) for item in items) else source
 
 
 def encoded_rows(source: Any) -> list[torch.Tensor] | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from qprecon.contract.options import is_number
+from qprecon.files import local_path
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import describe_source, documents_of
 
@@ -132,7 +133,7 @@ def named_calibration(words: str | Sequence[str]) -> Path | Mixture:
 
 def _with_share(word: str) -> tuple[Path, float | None]:
     name, colon, share = word.rpartition(":")
-    if not colon or not name or Path(word).exists():
+    if not colon or not name or local_path(word).exists():
         return Path(word), None
     try:
         number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)

@@ -1,12 +1,15 @@
-"""A recorded call of a block, and its replay."""
+"""A recorded call of a block, its replay, and other functions in the place of blocks' own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from qprecon.llm.model.blocks import Block
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,23 @@ def call_block(block: Callable, hidden: torch.Tensor, call: Call) -> Any:
     if call.keyword is None:
         return block(hidden, *call.args, **call.kwargs)
     return block(*call.args, **{call.keyword: hidden}, **call.kwargs)
+
+
+@contextmanager
+def replaced_forwards(blocks: Sequence[Block], replacement: Callable) -> Iterator[None]:
+    """While open, block b's forward is `replacement(b, original forward, args, kwargs)`."""
+    found = [block.module.__dict__.get("forward") for block in blocks]
+    try:
+        for index, block in enumerate(blocks):
+            block.module.forward = _bind(replacement, index, block.module.forward)
+        yield
+    finally:
+        for block, forward in zip(blocks, found, strict=True):
+            if forward is None:
+                block.module.__dict__.pop("forward", None)
+            else:
+                block.module.forward = forward
+
+
+def _bind(replacement: Callable, index: int, original: Callable) -> Callable:
+    return lambda *args, **kwargs: replacement(index, original, args, kwargs)

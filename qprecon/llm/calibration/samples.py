@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.calibration.encodings import encoded_rows, token_rows
+from qprecon.llm.calibration.encodings import as_tensors, encoded_rows, token_rows
 from qprecon.llm.calibration.mixture import as_mixture, mixture_windows
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows
@@ -28,13 +28,15 @@ def calibration_samples(
 ) -> list[torch.Tensor]:
     """The calibration windows, each int64 (T,).
 
-    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each) are taken as they are, row by row,
-    and so is what tokenizers return (`encodings`), without its padding; a long 1-D tensor or text is cut into windows of `seqlen`,
-    of which `nsamples` are drawn with `seed`; of a `Mixture`, or a list of (source, share), each source gives its share of windows.
+    Token windows (a 2-D integer tensor, or a list of integer tensors, (T,) or (B, T) each; or arrays of numpy or lists of numbers
+    in their place) are taken as they are, row by row, and so is what tokenizers return (`encodings`), without its padding; a long
+    1-D tensor or text is cut into windows of `seqlen`, of which `nsamples` are drawn with `seed`; of a `Mixture`, or a list of
+    (source, share), each source gives its share of windows.
 
     Raises ValueError for too little text (with the counts), tensors of more dimensions, windows longer than the model has
     positions, and token numbers outside its vocabulary; TypeError for anything else than text and integer tensors.
     """
+    calibration = as_tensors(calibration)
     if (rows := encoded_rows(calibration)) is not None:
         windows, remedy = rows, CUT_THEM
     elif isinstance(calibration, torch.Tensor) and calibration.ndim == 2:

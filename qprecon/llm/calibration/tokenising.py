@@ -48,8 +48,8 @@ def token_stream(text: str, tokenizer: Any, special_tokens: bool = False) -> tor
 class _Piece:
     """The tokens of a piece that begins at character `start` of the text. numbers: int64 (T,).
 
-    Where a token's characters are is asked of the tokenizer one by one: as lists, the places of all of them take longer to make than
-    the tokens themselves.
+    Where a token's characters are is asked of the tokenizer one by one: as lists, the places of all of them take longer to make
+    than the tokens themselves.
     """
 
     start: int

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qprecon.contract.options import is_whole
-from qprecon.llm.calibration.encodings import encoded_rows, is_encoded, token_rows
+from qprecon.llm.calibration.encodings import as_tensors, encoded_rows, is_encoded, token_rows
 from qprecon.llm.calibration.texts import is_source_name, load_texts
 from qprecon.llm.calibration.tokenising import token_stream
 from qprecon.wording import counted
@@ -49,9 +49,9 @@ def cut_windows(
     r"""Cut text or tokens into non-overlapping windows; a rest shorter than a window is dropped.
 
     Args:
-        source: a string or a list of strings (`tokenizer` needed), or token ids: an integer tensor (T,) or (S, L), what
-            tokenizers return (`encodings`), or a list of such. A string that is a single word or names a file is read by
-            `load_texts`.
+        source: a string or a list of strings (`tokenizer` needed), or token ids: an integer tensor (T,) or (S, L), an array or
+            lists of numbers, what tokenizers return (`encodings`), or a list of such. A string that is a single word or names a
+            file is read by `load_texts`.
         tokenizer: a transformers tokenizer.
         seqlen: tokens a window.
         bos: "none": no special token anywhere. "first": the joined text is tokenised once with whatever the tokenizer
@@ -135,6 +135,7 @@ def documents_of(source: Any) -> list:
         return load_texts(source)
     if isinstance(source, str):
         return [source]
+    source = as_tensors(source)
     if (rows := encoded_rows(source)) is not None:
         return rows
     if isinstance(source, torch.Tensor):
@@ -159,6 +160,7 @@ def describe_source(source: Any) -> str:
         return str(source)
     if isinstance(source, str):
         return f"a text of {len(source):,} characters"
+    source = as_tensors(source)
     if isinstance(source, torch.Tensor):
         return f"tokens {tuple(source.shape)}"
     if is_encoded(source):

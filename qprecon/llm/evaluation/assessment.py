@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qprecon.errors import BadFileError
-from qprecon.files import read_json, write_text
+from qprecon.files import local_path, read_json, write_text
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_length
 from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity, text_windows
@@ -65,7 +65,7 @@ def evaluate(
     """
     size: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
     options, task_options = dict(perplexity_options or {}), dict(task_options or {})
-    _check_asked(Path(model), text, tasks, save, size, options, task_options)
+    _check_asked(local_path(model), text, tasks, save, size, options, task_options)
     folder = model_folder(model)
     config = load_config(folder)
     cutting = {name: options[name] for name in ("seqlen", "bos") if name in options}
@@ -88,7 +88,7 @@ def evaluate(
         measured = perplexity(loaded, windows, text_name=Path(str(text)).name, **common, **options)
     result = Evaluation(measured, scores, (unused,) if unused else ())
     if save:
-        _add(Path(model) / EVALUATION_NAME, result)
+        _add(local_path(model) / EVALUATION_NAME, result)
     return result
 
 

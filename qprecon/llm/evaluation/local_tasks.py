@@ -17,6 +17,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
+from qprecon.files import local_path
 from qprecon.llm.calibration.documents import json_rows
 
 Row = dict[str, Any]
@@ -65,7 +66,7 @@ def local_task(name: str, data_dir: str | Path, limit: int | None = None) -> Any
 
 def local_file(name: str, data_dir: str | Path) -> Path:
     """The file of a task in `data_dir`; FileNotFoundError with the names that would do."""
-    folder = Path(data_dir)
+    folder = local_path(data_dir)
     names = [f"{stem}{suffix}" for stem in LOCAL_TASKS[name].files for suffix in (".jsonl.gz", ".jsonl")]
     for candidate in names:
         if (folder / candidate).is_file():

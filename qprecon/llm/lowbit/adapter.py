@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import qprecon
+from qprecon.errors import BadFileError
 from qprecon.llm.calibration.streams import ADAPTER
 from qprecon.llm.lowbit.rounding import Stored
 from qprecon.llm.model.linears import LinearView
@@ -185,13 +186,15 @@ class Keeper(Protocol):
 
 def keep_adapters(source: Keeper, block: str, module: nn.Module) -> None:
     """Keep those of the block called `block` for a run that continues this one."""
-    if adapters := adapters_of(module, prefix=block):
-        source.keep(f"adapters of {block}", as_tensors(adapters))
+    source.keep(f"adapters of {block}", as_tensors(adapters_of(module, prefix=block)))
 
 
 def recall_adapters(source: Keeper, block: str, model: nn.Module) -> None:
-    """Attach the adapters that an earlier run kept of a block, if it did."""
-    for name, adapter in from_tensors(source.recall(f"adapters of {block}") or {}).items():
+    """Attach the adapters that an earlier run kept of a block. BadFileError where they are not there any more."""
+    kept = source.recall(f"adapters of {block}")
+    if kept is None:
+        raise BadFileError(f"the adapters of {block}, which an earlier run had finished, are lost; start over with resume=False")
+    for name, adapter in from_tensors(kept).items():
         attach(model.get_submodule(name), adapter, adapter.left_NR.dtype)
 
 

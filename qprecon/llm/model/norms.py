@@ -1,14 +1,14 @@
-"""RMS norms in one kernel each, while a model is pruned on a GPU.
+"""RMS norms in one operation each, while a model is pruned on a GPU.
 
-transformers writes x·w/√(mean(x²) + ε) as seven operations, each of which takes all hidden states through memory; torch has one for it.
-A module is known by what it computes for a few rows, not by its name. The one kernel rounds once where the seven round twice, so that
-results may differ in the last bit or two of 16.
+transformers writes x·w/√(mean(x²) + ε) as seven operations, each of which takes all hidden states through memory; torch has one
+for it. A module is known by what it computes for a few rows, not by its name. The one operation rounds once where the seven
+round twice, so that results may differ in the last bits of 16.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,29 +39,27 @@ class RMSNorm:
 
 
 @contextmanager
-def fused_norms(model: nn.Module, device: torch.device) -> Iterator[int]:
-    """While open, the RMS norms of the model are one operation each, where blocks are computed on a GPU. Gives their number."""
-    replaced = []
+def fused_norms(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """While open, the RMS norms of the model are one operation each, if blocks are computed on a GPU."""
+    replaced = replace_norms(model, device) if device.type == "cuda" else []
     try:
-        if device.type == "cuda":
-            replaced = replace_norms(model)
-        yield len(replaced)
+        yield
     finally:
         for module in replaced:
             del module.__dict__["forward"]
 
 
-def replace_norms(model: nn.Module) -> list[nn.Module]:
+def replace_norms(model: nn.Module, device: torch.device) -> list[nn.Module]:
     """Give each RMS norm a forward function of its own in place of its class's; the modules that have one."""
     known: dict[tuple, RMSNorm | None] = {}
     found = []
     for module in model.modules():
         if not _may_be_norm(module):
             continue
-        (name, parameter), *_ = module._parameters.items()
+        ((name, parameter),) = module._parameters.items()
         key = type(module), name, len(parameter), tuple(_small_floats(module))
         if key not in known:
-            known[key] = recognised(module)
+            known[key] = recognised(module, device)
         if (norm := known[key]) is not None:
             module.forward = partial(_forward, module, norm)
             found.append(module)
@@ -69,29 +67,30 @@ def replace_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _forward(module: nn.Module, norm: RMSNorm, x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-    weight = module._parameters[norm.parameter]
-    if others or options or weight.dtype != x.dtype:
+    if others or options or module._parameters[norm.parameter].dtype != x.dtype:
         return type(module).forward(module, x, *others, **options)
     return norm.apply(module, x)
 
 
-def recognised(module: nn.Module) -> RMSNorm | None:
-    """The RMS norm that the module computes; None if it computes anything else. It is tried with weights of its own making."""
+def recognised(module: nn.Module, device: torch.device = torch.device("cpu")) -> RMSNorm | None:
+    """The RMS norm that the module computes; None if it computes anything else, or if torch's operation gives other values or
+    gradients on this device. It is tried with weights of its own making."""
     if not _may_be_norm(module):
         return None
     ((name, parameter),) = module._parameters.items()
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(len(parameter), generator=generator)
-    x = torch.randn(len(_SCALES), len(parameter), generator=generator) * torch.tensor(_SCALES).unsqueeze(1)
+    weight, x, up = (torch.randn(rows, len(parameter), generator=generator) for rows in (1, len(_SCALES), len(_SCALES)))
+    x *= torch.tensor(_SCALES).unsqueeze(1)
     candidates = [RMSNorm(name, epsilon, shift) for epsilon in _small_floats(module) for shift in (0.0, 1.0)]
-    for dtype in _ALIKE:
-        trial = copy.copy(module)
-        trial._parameters = {name: nn.Parameter(weight.to(dtype), requires_grad=False)}
-        try:
-            truth = type(module).forward(trial, x.to(dtype))
-        except Exception:  # it takes more, or something else
-            return None
-        candidates = [norm for norm in candidates if _same(norm.apply(trial, x.to(dtype)), truth)]
+    try:
+        for dtype in _ALIKE:
+            trial = copy.copy(module)
+            trial._parameters = {name: nn.Parameter(weight[0].to(device, dtype), requires_grad=False)}
+            rows, slopes = x.to(device, dtype), up.to(device, dtype)
+            truth = _with_gradient(partial(type(module).forward, trial), rows, slopes)
+            candidates = [norm for norm in candidates if _same(_with_gradient(partial(norm.apply, trial), rows, slopes), truth)]
+    except Exception:  # it takes more, or something else
+        return None
     return candidates[0] if candidates else None
 
 
@@ -108,7 +107,23 @@ def _small_floats(module: nn.Module) -> list[float]:
     return sorted({value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1})
 
 
-def _same(found: torch.Tensor, truth: Any) -> bool:
-    if not isinstance(truth, torch.Tensor) or (found.shape, found.dtype) != (truth.shape, truth.dtype):
+def _with_gradient(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the function gives for x, and from the gradient `up` there that at x."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        result = function(leaf)
+        return result.detach(), torch.autograd.grad(result, leaf, up)[0]
+
+
+def _same(found: tuple[torch.Tensor, torch.Tensor], truth: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Values to their rounding, number by number. Gradients are differences, so that what counts is a row's largest."""
+    alike = _ALIKE[truth[0].dtype]
+    if any((mine.shape, mine.dtype) != (own.shape, own.dtype) for mine, own in zip(found, truth, strict=True)):
         return False
-    return torch.allclose(found.float(), truth.float(), rtol=_ALIKE[truth.dtype], atol=0.0)
+    value, slope = ((mine.double(), own.double()) for mine, own in zip(found, truth, strict=True))
+    largest = slope[1].abs().amax(dim=-1, keepdim=True)
+    return bool(((value[0] - value[1]).abs() <= alike * value[1].abs()).all()) and bool(
+        ((slope[0] - slope[1]).abs() <= 2 * alike * largest).all()
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -48,7 +49,10 @@ def prune_blocks(
     finished = sum(map(bool, plan.layers[: source.finished]))
     errors = [row.error_stored for row in rows]
     log.step(CONTINUING if rows else "reading inputs", len(rows), blocks=finished, errors=errors)
+    with_adapters = [bool(layers and method.adapter_rank) for layers in plan.layers]
     if source.finished > plan.last:
+        for block in compress(plan.blocks, with_adapters):
+            recall_adapters(source, block.name, source.model)
         return rows, None
     norms = fused_norms(source.model, source.device) if method.fused_norms else nullcontext()
     with evaluation_mode(source.model), norms:
@@ -66,7 +70,8 @@ def prune_blocks(
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
             with source.opened(index, dense=method.propagate == "dense") as module:
                 if index < source.finished:
-                    recall_adapters(source, block.name, source.model)
+                    if with_adapters[index]:
+                        recall_adapters(source, block.name, source.model)
                 else:
                     pruned: list[LayerPlan] = []
                     drafts: list[Draft] = []
@@ -84,7 +89,8 @@ def prune_blocks(
                                 refinement.after(module, index, [layer.view for layer in layers])
                     rows += (new := finished_rows(pruned, drafts, ranks))
                     log.add_parts(draft.seconds for draft in drafts)
-                    keep_adapters(source, block.name, module)
+                    if with_adapters[index]:
+                        keep_adapters(source, block.name, module)
                     source.finish(index, new, kept_masks(drafts, ranks), kept_scales(drafts, ranks))
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):

@@ -33,8 +33,8 @@ from qprecon.llm.storage.companions import Companions, find_companions
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.other_ranks import FollowedBlocks, FollowedJournal, finished_entries
-from qprecon.llm.storage.output import EXPLAINED, check_apart, claim_output, partial_folder
-from qprecon.llm.storage.replacing import restore
+from qprecon.llm.storage.output import EXPLAINED, claim_output, partial_folder
+from qprecon.llm.storage.replacing import check_apart, restore
 from qprecon.llm.storage.sources import DiskBlocks
 from qprecon.wording import counted
 

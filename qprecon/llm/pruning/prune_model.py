@@ -33,17 +33,18 @@ from qprecon.llm.pruning.loop import prune_blocks
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found, companions_of, find_model, open_source
 from qprecon.llm.pruning.plan import Plan, plan_layers
-from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
+from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, outcome
 from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.aliases import as_recipe
 from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.settings.run import Run
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.in_memory import MemoryBlocks, told_if_pruned_in_part
 from qprecon.llm.storage.output import Pack, check_output, check_writable, complete_folder, save_model
-from qprecon.llm.storage.replacing import tidy
+from qprecon.llm.storage.replacing import check_kept, tidy
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -62,7 +63,7 @@ def prune_model(
     progress: bool | str = True,
     resume: bool = True,
     save_masks: bool = False,
-    rank_timeout: float = TIMEOUT,
+    rank_timeout: float = Run.rank_timeout,
     **settings: Any,
 ) -> PruneReport:
     """Prune a model to a sparsity pattern, with optimal weights for the masks (the paper's Algorithm 1).
@@ -189,6 +190,7 @@ def _opened(
     if out is not None:
         out = ranks.decided(lambda: check_output(where.out))
         _say_link(where.out, out, log)
+        check_kept("mask_file", recipe.mask_options.get("masks"), out)
     if store not in (None, "auto"):
         choose_device(store, "store")
     rule = allocation_asked(recipe)

@@ -22,7 +22,6 @@ from qprecon.llm.ranks.meeting import Meeting
 
 Result = TypeVar("Result")
 
-TIMEOUT = 50.0  # seconds, so that a run ends within a minute
 _AT_WORK = 0.02  # of the time: a process that hangs takes less, and one that computes on a crowded host takes more
 
 
@@ -174,8 +173,9 @@ class _Effort:
 
 
 @contextmanager
-def joined(timeout: float = TIMEOUT) -> Iterator[Ranks]:
-    """The ranks of torch's default process group, if there is one of several processes; else this process alone.
+def joined(timeout: float) -> Iterator[Ranks]:
+    """The ranks of torch's default process group, if there is one of several processes; else this process alone. timeout: seconds
+    for which a rank that does not answer is waited for.
 
     An error in the body ends the run on all ranks: it stays as it is on the first rank that has one, the others raise RankError,
     which names that rank, at their next meeting.

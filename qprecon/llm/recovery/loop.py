@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.calibration.samples import samples_for_all
+from qprecon.llm.lowbit.adapter import FOLDER as ADAPTER_FOLDER
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
-from qprecon.llm.ranks.group import TIMEOUT, Ranks, joined
+from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange
 from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
-from qprecon.llm.recovery.trained import select_trained
+from qprecon.llm.recovery.trained import Selected, masks_beside, select_trained
 from qprecon.llm.recovery.training import Done, Task, place, train_on
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, versions
@@ -32,8 +34,9 @@ from qprecon.llm.reporting.report import RECOVERY_NAME
 from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 from qprecon.llm.storage.journal import Journal, digest
-from qprecon.llm.storage.output import check_apart, check_output, check_writable, partial_folder, save_model
-from qprecon.llm.storage.replacing import restore, tidy
+from qprecon.llm.storage.output import check_output, check_writable, partial_folder, save_model
+from qprecon.llm.storage.replacing import check_apart, check_kept, restore, tidy
+from qprecon.wording import counted
 
 
 @takes(Recovery)
@@ -52,7 +55,7 @@ def recover(
     resume: bool = True,
     save_masks: bool = False,
     save_steps: int | None = None,
-    rank_timeout: float = TIMEOUT,
+    rank_timeout: float = RecoveryRun.rank_timeout,
     **settings: Any,
 ) -> RecoveryReport:
     """Train a pruned model towards the dense model it came from (distillation), every pruned weight staying exactly zero.
@@ -71,7 +74,7 @@ def recover(
         calibration: as in `prune_model`: windows of token numbers, or text, of which `nsamples` windows of `seqlen` are drawn.
         out: a folder for the recovered model and its report, as in `prune_model`.
         masks: masks in place of a layer's zeros, for layers that have kept weights which are zero: a dict of (inputs, outputs), or
-            a file or folder (`qprecon.llm.masks.given`).
+            a file or folder (`qprecon.llm.masks.given`). By default `masks.npz` in the model's folder, if there is one.
         tokenizer, device, progress: as in `prune_model`.
         resume: True continues a run that left a state in `.OUT.partial` beside `out`, with the same weights as an uninterrupted
             one; False starts over.
@@ -164,13 +167,17 @@ def _opened(
     ranks.check_same(recovery.settings() | told)
     for each in (model, dense) if out is not None else ():
         check_apart(each, out)
-    out = None if out is None else ranks.decided(lambda: check_output(where.out))
+    if out is not None:
+        check_kept("masks", masks, out)
+        out = ranks.decided(lambda: check_output(where.out))
     with log.library_bars(), ranks.busy():
         for each in (model, dense):
             if isinstance(each, str | Path) and ranks.size > 1:  # one rank downloads, the others find it
                 ranks.decided(lambda each=each: model_folder(each) and None)
         pair = load_pair(model, dense, tokenizer, out is not None, recovery.dtype, device)
-        selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks)
+        saved = masks_beside(model) if masks is None else None
+        selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks if saved is None else saved)
+        _say_what_stays(model, selected, saved, log)
         check_dense(pair.dense, selected.pruned)
         if out is not None and ranks.first:
             check_writable(pair.model, pair.tokenizer)
@@ -185,6 +192,15 @@ def _opened(
         if out is not None and ranks.first:
             journal = _journal(task, model, dense, recovery, out, where.resume, log)
     return task, out, journal
+
+
+def _say_what_stays(model: Any, selected: Selected, saved: Path | None, log: RunLog) -> None:
+    if saved is not None:
+        log.note(f"trained are the weights that {saved} keeps, zeros among them")
+    if empty := selected.empty:
+        log.note(f"{counted(len(empty), 'layer')} of nothing but zeros stay so, first {empty[0]}; masks say what else to train")
+    if isinstance(model, str | Path) and (local_path(model) / ADAPTER_FOLDER).is_dir():
+        log.note(f"{model}/{ADAPTER_FOLDER} is not loaded: trained are the weights without their low-rank part")
 
 
 def _as_recovery(settings: dict[str, Any]) -> Recovery:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from qprecon.llm.calibration.capture import replaced_forwards
+from qprecon.llm.calibration.replay import replaced_forwards
 from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.dtypes import FLOATS
 from qprecon.llm.model.parts import Parts, split

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qprecon.files import near
+from qprecon.files import local_path, near
 from qprecon.llm.reporting.reading import read_json, validated
 from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME, STORED_DENSE
 from qprecon.llm.storage.card import card_front
@@ -63,7 +63,7 @@ class RecoveryReport:
 
     def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
         """Write the JSON to `path`; `files` as in `to_json`."""
-        path = Path(path)
+        path = local_path(path)
         path.write_text(self.to_json(files) + "\n", encoding="utf-8")
         return path
 
@@ -74,7 +74,8 @@ class RecoveryReport:
         Raises FileNotFoundError: there is none. ValueError: it is not JSON, of another format, or a key is missing or of the wrong
         type; file and key are named.
         """
-        path = Path(path) / RECOVERY_NAME if Path(path).is_dir() else Path(path)
+        path = local_path(path)
+        path = path / RECOVERY_NAME if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(f"no such report: {path}{near(path)}")
         return validated(cls, read_json(path, FORMAT), path)

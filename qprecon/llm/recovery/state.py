@@ -13,7 +13,8 @@ from qprecon.llm.ranks.sharding import from_part, in_parts, is_in_parts, local
 from qprecon.llm.recovery.memory import Fit
 from qprecon.llm.recovery.optimizers import Optimizer
 from qprecon.llm.recovery.step import Look
-from qprecon.llm.storage.journal import STATE, Journal, checksum
+from qprecon.llm.storage.journal import STATE, Journal
+from qprecon.llm.storage.whole import checksum
 
 
 @dataclass

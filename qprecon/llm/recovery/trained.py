@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from qprecon.files import local_path
 from qprecon.llm.masks.given import load_masks
-from qprecon.llm.masks.packed import Packed, pack
+from qprecon.llm.masks.packed import MASKS_NAME, Packed, pack
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.dtypes import FLOATS
 from qprecon.llm.model.linears import LinearView, find_linears, tied_parameters
@@ -35,12 +36,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Selected:
-    """What is trained, the pruned layers, and their weights' number and zeros (as the masks have them)."""
+    """What is trained, the pruned layers, their weights' number and zeros (as the masks have them), and those of zeros only."""
 
     trained: tuple[Trained, ...]
     pruned: tuple[LinearView, ...]
     weights: int
     zeros: int
+    empty: tuple[str, ...] = ()
 
     @property
     def n_trained(self) -> int:
@@ -55,6 +57,12 @@ class Selected:
             yield view.name, (kept_NK.shape[1], kept_NK.shape[0]), pack(kept_NK)
 
 
+def masks_beside(source: Any) -> Path | None:
+    """The masks that were saved in the folder of the model `source`; None where none were, and of a model in memory."""
+    path = local_path(source) / MASKS_NAME if isinstance(source, str | Path) else None
+    return path if path is not None and path.is_file() else None
+
+
 def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[str], masks: Any = None) -> Selected:
     """The parameters that the words name (`qprecon.llm.settings.recovery.TRAIN`).
 
@@ -62,8 +70,8 @@ def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[
     if at least `LEAST_ZEROS` of the mask are. Pruned layers are always trained. Of a parameter that holds several experts all are
     trained if one was pruned.
 
-    Raises ValueError: nothing is pruned; a mask for no layer, of another shape, or that prunes a weight which is
-    not zero; layers that are quantised or computed.
+    Raises ValueError: nothing is pruned, or nothing is left to train; a mask for no layer, of another shape, or that prunes a
+    weight which is not zero; layers that are quantised or computed.
     """
     tied = tied_parameters(model)
     found = [find_linears(block, model=model, tied=tied) for block in blocks]
@@ -71,7 +79,7 @@ def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[
     views = [view for linears in found for view in linears.views]
     given = {} if masks is None else _given(views, masks)
     kept: dict[int, torch.Tensor] = {}  # id of a parameter -> bool mask in its shape
-    pruned = []
+    pruned, empty = [], []
     weights = zeros = 0
     for view in views:
         mask_NK = given.get(view.name)
@@ -86,6 +94,7 @@ def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[
         pruned.append(view)
         weights += mask_NK.numel()
         zeros += own_zeros
+        empty += [view.name] if own_zeros == mask_NK.numel() else []
     if not pruned:
         raise ValueError(
             f"model: no linear layer of its blocks has {LEAST_ZEROS:.0%} of its weights at zero, so nothing is pruned; the pruned "
@@ -96,7 +105,10 @@ def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[
         for name, parameter in model.named_parameters()
         if id(parameter) in kept or parameter.dtype in FLOATS and {"all", *_kinds(model, name, parameter)} & set(words)
     ]
-    return Selected(tuple(trained), tuple(pruned), weights, zeros)
+    selected = Selected(tuple(trained), tuple(pruned), weights, zeros, tuple(empty))
+    if not selected.n_trained:
+        raise ValueError(f"model: all weights of its {counted(len(pruned), 'pruned layer')} are zero, so there is nothing to train")
+    return selected
 
 
 def _kinds(model: nn.Module, name: str, parameter: nn.Parameter) -> set[str]:
@@ -126,7 +138,7 @@ def _given(views: Sequence[LinearView], source: Any) -> dict[str, torch.Tensor]:
     """Masks by layer, (N, K), checked against the layers; those of a folder for all layers."""
     by_name = {view.name: view for view in views}
     stored = {name: view.stored_as for name, view in by_name.items()}
-    whole = not isinstance(source, Mapping) and Path(source).is_dir()
+    whole = not isinstance(source, Mapping) and local_path(source).is_dir()
     masks = load_masks(source, names=list(by_name) if whole else None, stored=stored)
     for name, mask_NK in masks.items():
         if name not in by_name:

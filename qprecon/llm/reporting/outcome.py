@@ -19,10 +19,11 @@ _SHORT = 1e-3  # of a layer's weights: what is missing of the sparsity asked for
 
 
 def outcome(
-    rows: Sequence[LayerRow], counted: tuple[int, int], settings: dict[str, Any], log: RunLog, **facts: Any
+    rows: Sequence[LayerRow], parameters: tuple[int, int], settings: dict[str, Any], log: RunLog, **facts: Any
 ) -> PruneReport:
-    """The report of these rows. counted: zeros and number of all parameters of the model. facts: further fields of the report."""
-    zeros, total = counted
+    """The report of these rows. parameters: of the whole model, how many are zero and how many there are. facts: further fields
+    of the report."""
+    zeros, total = parameters
     return PruneReport(
         layers=tuple(rows),
         sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),

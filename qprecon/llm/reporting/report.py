@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qprecon.files import near
+from qprecon.files import local_path, near
 from qprecon.llm.reporting.reading import read_json, validated
 from qprecon.wording import counted
 
@@ -133,7 +133,7 @@ class PruneReport:
 
     def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
         """Write the JSON to `path`; `files` as in `to_json`."""
-        path = Path(path)
+        path = local_path(path)
         path.write_text(self.to_json(files) + "\n", encoding="utf-8")
         return path
 
@@ -147,7 +147,8 @@ class PruneReport:
             FileNotFoundError: there is none.
             ValueError: it is not JSON, of another format, or a key is missing or of the wrong type; file and key are named.
         """
-        path = Path(path) / REPORT_NAME if Path(path).is_dir() else Path(path)
+        path = local_path(path)
+        path = path / REPORT_NAME if path.is_dir() else path
         if not path.is_file():
             raise FileNotFoundError(f"no such report: {path}{near(path)}")
         data = read_json(path, FORMAT)

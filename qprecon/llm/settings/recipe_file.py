@@ -46,7 +46,7 @@ def load_recipe(path: str | Path) -> dict[str, Any]:
     Raises FileNotFoundError; ValueError where the file is no YAML mapping, has an unknown key (the nearest known one is
     named), a key twice, or a value of the wrong kind.
     """
-    path = Path(path)
+    path = files.local_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no such recipe: {path}{files.near(path)}")
     try:
@@ -71,7 +71,7 @@ def save_recipe(words: Mapping[str, Any], folder: str | Path) -> Path:
     settings = {key: value for key, value in words.items() if key in SETTINGS}
     run = {key: value for key, value in words.items() if key not in (*SETTINGS, *_OF_ONE_RUN)}
     complete = {key: value for key, value in Recipe(**settings).complete().items() if value not in (None, {})}
-    return files.write_text(Path(folder) / RECIPE_NAME, to_yaml(run | complete))
+    return files.write_text(files.local_path(folder) / RECIPE_NAME, to_yaml(run | complete))
 
 
 def from_yaml(text: str) -> Any:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from qprecon.llm.settings.fields import check_options, option
+from qprecon.llm.settings.recipe import RUN
+from qprecon.llm.settings.run import PROGRESS, rank_timeout
 from qprecon.wording import did_you_mean
 
 # What `train` may name. "weights": the kept weights of the pruned linear layers. "head" and "embeddings" mean the same where tied.
 TRAIN = ("weights", "norms", "biases", "embeddings", "head", "all")
 OPTIMIZER_STATES = ("float32", "host", "8bit")
 
-TEXT, TRAINING, MEMORY, RUN = "the text", "training", "memory", "the run"
+TEXT, TRAINING, MEMORY = "the text", "training", "memory"
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,13 @@ class RecoveryRun:
         TEXT, flag="--calib", metavar="FILE|builtin|c4[:SHARE]", repeated=True,
     )  # fmt: skip
     masks: str | None = option(
-        None, "a file of masks (masks.npz), or a folder with one, in place of the model's zeros", TRAINING, metavar="PATH"
+        None, "masks in place of the model's zeros: a file, or a folder whose zeros they are", TRAINING, metavar="PATH",
+        default="masks.npz in MODEL's folder, if there is one",
     )
     device: str | None = option(None, "cpu, cuda, cuda:1, …", RUN, default="auto, a GPU if there is one")
-    progress: bool | str = option("bar", "on stderr: a bar, lines of JSON, or nothing", RUN, choices=("bar", "json", "quiet"))
+    progress: bool | str = option("bar", "on stderr: a bar, lines of JSON, or nothing", RUN, choices=PROGRESS)
     resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
-    rank_timeout: float = option(
-        50.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
-        metavar="SECONDS",
-    )  # fmt: skip
+    rank_timeout: float = rank_timeout()
     save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
     save_steps: int | None = option(
         None, "keep the state of the run every so many steps", RUN, metavar="N", default="about every 5 minutes", least=1

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from qprecon.llm.settings.fields import check_options, option
 from qprecon.llm.settings.recipe import CALIBRATION, RUN
 
 PROGRESS = ("bar", "json", "quiet")
+
+
+def rank_timeout() -> Any:
+    """The option of that name, of `prune` and `recover` alike; its default ends a run within a minute."""
+    text = "of several ranks (torchrun): seconds for which one that does not answer is waited for"
+    return option(50.0, text, RUN, least=1, metavar="SECONDS")
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,7 @@ class Run:
         "bar", "on stderr: a bar, lines of JSON, or nothing (in Python True and False too)", RUN, choices=PROGRESS
     )
     resume: bool = option(True, "continue a run that was interrupted, or start over", RUN)
-    rank_timeout: float = option(
-        50.0, "of several ranks (torchrun): seconds for which one that does not answer is waited for", RUN, least=1,
-        metavar="SECONDS",
-    )  # fmt: skip
+    rank_timeout: float = rank_timeout()
     save_masks: bool = option(False, "also write the masks, one bit a weight (masks.npz)", RUN)
 
     def __post_init__(self) -> None:

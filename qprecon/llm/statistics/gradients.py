@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from qprecon.arrays.memory import out_of_memory
-from qprecon.llm.calibration.capture import replaced_forwards
 from qprecon.llm.calibration.memory import check_host_memory, choose_store, own_copy, stored
-from qprecon.llm.calibration.replay import call_block, run_block, split_call
+from qprecon.llm.calibration.replay import call_block, replaced_forwards, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.causal import unpredicting

@@ -1,12 +1,11 @@
 """The folder of an unfinished run: complete shards, an entry for each, and the run's fingerprint.
 
-A file is written under a temporary name, forced to the disk and renamed, so that a name that exists stands for a complete file.
-A shard counts once its entry exists, which is written after it.
+A name that exists stands for a complete file (`whole`), and what its checksum does not hold for is not used. A shard counts once
+its entry exists, which is written after it.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -21,11 +20,12 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 from qprecon.errors import BadFileError
-from qprecon.files import JSON, reading, writing
+from qprecon.llm.storage.whole import checksum, facts_text, read_facts, write_atomically
 
 PROGRESS = "qprecon_progress"
 STATE = "state"  # the entry of how far a recovery is
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
+_OVER = "; start over with resume=False"
 
 
 class Journal:
@@ -51,14 +51,16 @@ class Journal:
     def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool) -> Journal:
         """Take up the run in `folder`, or begin it.
 
-        ValueError, with the differences, if another run was left there that has finished something; BlockingIOError if one is
-        writing there now.
+        ValueError, with the differences, if another run was left there that has finished something, or one of which it is not
+        known what it was; BlockingIOError if one is writing there now.
         """
         journal = Journal.claim(folder)
         try:
             if not resume or not journal._entries():
                 journal._clear()
             known = journal.read(_FINGERPRINT)
+            if known is None and journal._entries():
+                raise BadFileError(f"{journal.progress} lacks {_FINGERPRINT}, so it is not known what run was left there{_OVER}")
             if known is not None and (differing := _differences(known, fingerprint)):
                 raise ValueError(
                     f"an unfinished run in {folder} cannot be continued, it was started with other settings: "
@@ -78,6 +80,9 @@ class Journal:
 
     def _claim(self) -> None:
         """Keep other processes out, for as long as this object or its process lives."""
+        for folder in (self.folder, self.progress):
+            if folder.exists() and not folder.is_dir():
+                raise FileExistsError(f"{folder} is a file, where a run keeps what it has not finished: move it away")
         # Where a file system has no locks, filelock would leave a file in their place, which outlives a killed process.
         lock = FileLock(self.progress / _LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
         try:
@@ -133,7 +138,7 @@ class Journal:
         try:
             found = self.read(f"{key}.json")
         except BadFileError:
-            found = {"file": f"{key}.json", "checksum": None}
+            found = {"file": f"{key}.json", "checksum": None}  # which no file has
         if found is not None and key not in self._sound:
             own = [(self.folder / found["file"], found["checksum"])]
             own += [(self._masks_of(key), found["masks"])] if found.get("masks") is not None else []
@@ -164,18 +169,20 @@ class Journal:
         """Keep tensors in the host's memory with what is known of the run."""
         from safetensors.torch import save_file
 
-        self.write_file(self.progress / f"{name}.safetensors", lambda path: save_file(dict(tensors), path))
+        path = self.progress / f"{name}.safetensors"
+        self.write_file(path, lambda path: save_file(dict(tensors), path))
+        self.write(f"{name}.json", {"checksum": checksum(path)})
 
     def read_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
-        """The tensors that `write_tensors` wrote under this name; None if there are none, or not all of them any more."""
-        from safetensors import SafetensorError
+        """The tensors that `write_tensors` wrote under this name; None if there are none. BadFileError if they are others now."""
         from safetensors.torch import load_file
 
-        path = self.progress / f"{name}.safetensors"
-        try:
-            return load_file(path) if path.is_file() else None
-        except SafetensorError:
+        path, known = self.progress / f"{name}.safetensors", self.read(f"{name}.json")
+        if known is None:
             return None
+        if not path.is_file() or checksum(path) != known["checksum"]:
+            raise BadFileError(f"{path} of an unfinished run is damaged{_OVER}")
+        return load_file(path)
 
     def masks(self, key: str) -> dict[str, torch.Tensor]:
         """The packed masks that were written with a shard."""
@@ -209,65 +216,23 @@ class Journal:
             raise OSError(f"{error}. {kept}") from error
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """What `write` was given under this name; None where there is nothing."""
+        """What `write` was given under this name; None where there is nothing. BadFileError where it is not what was written."""
         path = self.progress / name
-        if not path.is_file():
+        try:
+            return read_facts(path)
+        except FileNotFoundError:
             return None
-        with reading(path, JSON, ValueError):
-            return json.loads(path.read_text(encoding="utf-8"))
+        except BadFileError as error:
+            raise BadFileError(f"{error}{_OVER}") from error
 
-    def write(self, name: str, data: Any) -> None:
-        """Keep `data` with what is known of the run."""
-        # JSON's Infinity and NaN are Python's own here: these files are read by nothing else.
-        self.write_file(self.progress / name, lambda path: path.write_text(json.dumps(data), encoding="utf-8"))
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """`write(temporary path)`, then force it to the disk and give it its name. OSError, naming the file, if the disk is full."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with writing(path, RuntimeError):
-            write(temporary)
-            temporary.chmod(0o666 & ~current_umask())  # safetensors makes its files private
-            sync(temporary)
-            os.replace(temporary, path)
-            sync(path.parent)
-    except Exception:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with open(path, "rb") as file:
-        while part := file.read(2**23):
-            value = zlib.crc32(part, value)
-    return value
+    def write(self, name: str, facts: dict[str, Any]) -> None:
+        """Keep `facts` with what is known of the run."""
+        self.write_file(self.progress / name, lambda path: path.write_text(facts_text(facts), encoding="utf-8"))
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of a tensor's bytes, in host memory."""
     return zlib.crc32(_bytes(tensor).numpy().data)
-
-
-@functools.cache
-def current_umask() -> int:
-    """Of the process. It can only be read by setting it, for all threads: once, and first before there are any."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    if os.name == "nt" and path.is_dir():  # there a folder cannot be opened
-        return
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def digest(value: Any) -> Any:

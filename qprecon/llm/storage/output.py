@@ -25,8 +25,9 @@ from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
 from qprecon.llm.reporting.report import RECOVERY_NAME, REPORT_NAME, PruneReport
 from qprecon.llm.storage.card import model_card
 from qprecon.llm.storage.companions import Companions
-from qprecon.llm.storage.journal import PROGRESS, Journal, current_umask, sync
+from qprecon.llm.storage.journal import PROGRESS, Journal
 from qprecon.llm.storage.replacing import put, restore, saving_folder, tidy
+from qprecon.llm.storage.whole import current_umask, sync
 
 GENERATION_NAME = "generation_config.json"
 # What is written beside a run's files later: by the command line, an evaluation, a report page. A process that was killed then
@@ -47,8 +48,9 @@ _KNOWN = frozenset({
 def check_output(out: str | Path) -> Path:
     """The output folder, absolute and with links followed, if it may be written: absent, empty, or written by qprecon before.
 
-    Raises FileExistsError for a file, a folder that holds something else (the files are named) or is a mount point, and links
-    that lead to one another; PermissionError where no folder can be made; ValueError for a name of nothing but blanks.
+    Raises FileExistsError for a file, a folder that holds something else (the files are named), is a mount point or the one that
+    the process runs in, and links that lead to one another; PermissionError where no folder can be made; ValueError for a name of
+    nothing but blanks.
     """
     if not os.fspath(out).strip():  # a variable of a shell that is not set
         raise ValueError("the name of the output folder is empty")
@@ -64,6 +66,8 @@ def check_output(out: str | Path) -> Path:
         raise FileExistsError(f"output {out} is a file, not a folder")
     if os.path.ismount(out):
         raise FileExistsError(f"output folder {out} is a mount point, which cannot be replaced: choose a folder in it")
+    if _is_here(out):
+        raise FileExistsError(f"output folder {out} is replaced as a whole, and the command runs in it: run it from another folder")
     if not out.is_dir() or not any(out.iterdir()):
         return out
     if not _reports(out):
@@ -77,6 +81,14 @@ def check_output(out: str | Path) -> Path:
     return out
 
 
+def _is_here(out: Path) -> bool:
+    try:
+        here = Path.cwd()
+    except OSError:  # it has been removed
+        return False
+    return here == out or out in here.parents
+
+
 def _check_takes_folders(out: Path, above: Path) -> None:
     """PermissionError where no folder can be made in `above`. The rights do not tell: /proc says yes to root."""
     try:
@@ -87,17 +99,6 @@ def _check_takes_folders(out: Path, above: Path) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # told with its file, once there is one
             return
         raise PermissionError(f"output {out}: nothing can be written in {above} ({os.strerror(error.errno or 0)})") from error
-
-
-def check_apart(model: Any, out: str | Path) -> None:
-    """ValueError if `out` is the folder of a model that is read, or lies in it."""
-    if not isinstance(model, str | Path):
-        return
-    own = local_path(model).resolve()
-    if own == (out := local_path(out).resolve()):
-        raise ValueError(f"out is the model's own folder, {out}; choose another")
-    if own.is_dir() and own in out.parents:
-        raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
 
 
 def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None) -> None:

@@ -1,7 +1,7 @@
 """Folders beside an output while it is made: a new one that is filled before it gets its name, and the old output that it replaces.
 
 A run that is killed may leave either. Whoever has claimed the output (`Journal`) brings back an old one that was on its way out,
-and removes the rest once the new one is there.
+and removes the rest once the new one is there. What is read lies elsewhere (`check_apart`, `check_kept`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from qprecon.files import local_path
 
 _SAVING, _OLD = "saving", "old"
 
@@ -53,3 +56,23 @@ def tidy(out: Path) -> None:
 def _left(out: Path, kind: str) -> list[Path]:
     start = f".{out.name}.{kind}."  # not as a pattern: names may hold [ and *
     return [path for path in sorted(out.parent.iterdir()) if path.name.startswith(start) and path.is_dir()]
+
+
+def check_apart(model: Any, out: str | Path) -> None:
+    """ValueError if `out` is the folder of a model that is read, or lies in it."""
+    if not isinstance(model, str | Path):
+        return
+    own = local_path(model).resolve()
+    if own == (out := local_path(out).resolve()):
+        raise ValueError(f"out is the model's own folder, {out}; choose another")
+    if own.is_dir() and own in out.parents:
+        raise ValueError(f"out lies inside the model's own folder, {out}; choose another")
+
+
+def check_kept(name: str, source: Any, out: str | Path) -> None:
+    """ValueError if what is read as the argument `name` lies in the output folder, which is replaced as a whole."""
+    if not isinstance(source, str | Path):
+        return
+    own, out = local_path(source).resolve(), local_path(out).resolve()
+    if out in (own, *own.parents):
+        raise ValueError(f"{name} {source} lies in the output folder {out}, which is replaced as a whole; choose another")

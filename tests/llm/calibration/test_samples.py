@@ -1,9 +1,12 @@
 """The calibration windows of a run, from tokens and text."""
 
+import numpy as np
 import pytest
 import torch
 
+from qprecon.llm import perplexity
 from qprecon.llm.calibration.samples import calibration_samples
+from qprecon.llm.calibration.windows import describe_source
 from tests.llm.families import build, tokens
 
 
@@ -20,6 +23,45 @@ def test_windows_are_taken_as_they_are_and_long_tokens_cut():
     cut = samples_of(model, windows.flatten())
     rows = {tuple(row.tolist()) for row in windows.reshape(-1, 8)}
     assert len(cut) == 3 and all(tuple(sample.tolist()) in rows for sample in cut)
+
+
+def forms(windows):
+    """The same windows as arrays and lists of numbers, whole and row by row."""
+    whole, rows = windows.numpy(), list(windows.numpy())
+    return {
+        "array": whole, "array of 16 bits": whole.astype(np.uint16), "list of arrays": rows, "lists": windows.tolist(),
+        "tuple of lists": tuple(windows.tolist()), "lists of numpy's numbers": [list(row) for row in rows],
+        "list with a batch": [whole[:3], windows[3], windows[4].tolist()],
+    }  # fmt: skip
+
+
+def test_arrays_and_lists_of_numbers_are_windows_too():
+    model, windows = build("llama"), tokens(5)
+    for form, given in forms(windows).items():
+        assert torch.equal(torch.stack(samples_of(model, given)), windows), form
+        assert describe_source(given) in ("tokens (5, 32)", "5 tensors of tokens", "3 tensors of tokens"), form
+    for flat in (windows.flatten().numpy(), windows.flatten().tolist()):
+        assert torch.equal(torch.stack(samples_of(model, flat)), torch.stack(samples_of(model, windows.flatten())))
+    mixed = calibration_samples(model, [(windows.numpy(), 0.5), (windows.tolist(), 0.5)], None, 4, 8, 0)
+    assert len(mixed) == 4
+    wanted = perplexity(model, windows, seqlen=16).value
+    assert all(perplexity(model, given, seqlen=16).value == wanted for given in forms(windows).values())
+
+
+def test_arrays_and_lists_that_are_no_tokens():
+    model = build("llama")
+    for given, said in (
+        (np.zeros((2, 8)), "float64; token ids are integers"),
+        (np.zeros((2, 2, 8), int), r"shape \(2, 2, 8\)"),
+        ([[1, 2], [3, 0.5]], "list of list"),
+        ([[[1, 2]]], "list of list"),
+        ([[1, "a"]], "list of list"),
+        ([[10**30, 1]], "64 bits"),
+        ([[97, 1]], "token id 97 is outside"),
+        ([list(range(65))], "windows of tokens are taken as they are"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            samples_of(model, given)
 
 
 def test_bad_calibration():

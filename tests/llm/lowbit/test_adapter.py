@@ -1,5 +1,7 @@
 """Adapters: the best low-rank part in H's norm, alternated with the solve, in files that peft loads."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -121,27 +123,58 @@ def test_the_card_says_how_to_load_it(tmp_path):
     assert "adapter" not in (tmp_path / "plain" / "README.md").read_text()
 
 
-def test_an_interrupted_run_has_its_adapters_again(tmp_path, monkeypatch):
+def interrupted(run, blocks, monkeypatch):
+    """`run()`, killed after so many blocks."""
     from qprecon.llm.storage import sources
 
+    finish, close, calls = sources.DiskBlocks.finish, sources.DiskBlocks.close, []
+
+    def stop_at(self, *arguments):
+        if len(calls) == blocks:
+            raise KeyboardInterrupt
+        calls.append(1)
+        finish(self, *arguments)
+
+    def stop_at_the_end(self):
+        close(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources.DiskBlocks, "finish", stop_at)
+        patch.setattr(sources.DiskBlocks, "close", stop_at_the_end)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_an_interrupted_run_has_its_adapters_again(blocks, tmp_path, monkeypatch):
+    """Also one that had finished all blocks."""
     build("llama").save_pretrained(tmp_path / "dense")
     settings = SETTINGS | {"order": True, "drift": 0.5}
     prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "whole", **settings)
-    finish, calls = sources.DiskBlocks.finish, []
-
-    def stop_at_the_third(self, *arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        finish(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sources.DiskBlocks, "finish", stop_at_the_third)
-        with pytest.raises(KeyboardInterrupt):
-            prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
-    prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
+    run = partial(prune_model, tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
+    interrupted(run, blocks, monkeypatch)
+    run()
     for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
+def test_finished_blocks_whose_adapters_are_damaged_are_not_taken_without_them(blocks, damage, tmp_path, monkeypatch):
+    build("llama").save_pretrained(tmp_path / "dense")
+    run = partial(prune_model, tmp_path / "dense", tokens(6), out=tmp_path / "out", **SETTINGS)
+    interrupted(run, blocks, monkeypatch)
+    kept = tmp_path / ".out.partial" / "qprecon_progress" / "adapters of model.layers.0.safetensors"
+    content = kept.read_bytes()
+    kept.unlink() if damage == "gone" else kept.write_bytes(content[:-9] if damage == "cut" else content[:-1] + b"?")
+    with pytest.raises(ValueError, match="adapters of model.layers.0.* damaged; start over with resume=False"):
+        run()
+    kept.with_suffix(".json").unlink()
+    with pytest.raises(ValueError, match="adapters of model.layers.0.* lost; start over with resume=False"):
+        run()
+    run(resume=False)
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_the_dense_stream_has_no_adapter(monkeypatch):

@@ -47,6 +47,15 @@ def test_models_that_see_later_tokens(kind, dtype):
     assert sees_later_tokens(SEEING[kind]().to(dtype))
 
 
+def test_a_block_that_is_called_several_times():
+    """As looped models do; that was a TypeError."""
+    causal, seeing = build("llama"), bert()
+    for layers in (causal.model.layers, seeing.bert.encoder.layer):
+        layers.append(layers[0])
+    assert not sees_later_tokens(causal) and sees_later_tokens(seeing)
+    assert perplexity(causal, tokens(2), seqlen=16).value > 1
+
+
 @pytest.mark.parametrize("kind", SEEING)
 def test_what_needs_a_loss_of_them_is_refused_before_the_work(kind):
     model = SEEING[kind]()

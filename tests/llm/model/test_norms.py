@@ -1,5 +1,6 @@
 """RMS norms are known by what they compute, and the one operation in their place gives the same up to rounding."""
 
+import contextlib
 import importlib
 
 import pytest
@@ -8,8 +9,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from qprecon.llm import prune_model
+from qprecon.llm.model import norms
 from qprecon.llm.model.norms import RMSNorm, fused_norms, recognised, replace_norms
+from qprecon.llm.pruning import loop
+from tests.llm.families import build, tokens
 
+CPU = torch.device("cpu")
 NORMS = {
     "llama.LlamaRMSNorm": 0.0, "qwen2.Qwen2RMSNorm": 0.0, "mistral.MistralRMSNorm": 0.0, "olmo2.Olmo2RMSNorm": 0.0,
     "gemma.GemmaRMSNorm": 1.0, "gemma3.Gemma3RMSNorm": 1.0,
@@ -78,7 +84,7 @@ def test_same_values_and_gradients_up_to_rounding(name, dtype):
     up = torch.randn(2, 7, 48, generator=generator).to(dtype)
     truth = norm(x)
     (slope,) = torch.autograd.grad(truth, x, up)
-    assert replace_norms(norm) == [norm]
+    assert replace_norms(norm, CPU) == [norm]
     found = norm(x)
     assert found.dtype == dtype and torch.allclose(found, truth, rtol=alike, atol=0)
     assert torch.allclose(torch.autograd.grad(found, x, up)[0], slope, rtol=4 * alike, atol=4 * alike * float(slope.abs().max()))
@@ -87,20 +93,21 @@ def test_same_values_and_gradients_up_to_rounding(name, dtype):
 def test_numbers_of_another_dtype_go_the_old_way():
     norm, x = made("llama.LlamaRMSNorm"), torch.randn(3, 48).bfloat16()
     truth = norm(x)
-    replace_norms(norm)
+    replace_norms(norm, CPU)
     assert norm(x).dtype == truth.dtype and torch.equal(norm(x), truth)
 
 
-def test_a_model_computes_the_same_up_to_rounding_and_is_left_as_it_was():
+def test_a_model_computes_the_same_up_to_rounding_and_is_left_as_it_was(monkeypatch):
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
-    model, tokens = LlamaForCausalLM(config).eval(), torch.arange(20).reshape(1, -1)
+    replaced, model, tokens = [], LlamaForCausalLM(config).eval(), torch.arange(20).reshape(1, -1)
     with torch.no_grad():
         truth = model(tokens).logits
-        with fused_norms(model, torch.device("cpu")) as count:
-            assert count == 0 and torch.equal(model(tokens).logits, truth)
-        with fused_norms(model, torch.device("cuda")) as count:
-            assert count == 5
+        with fused_norms(model, CPU):
+            assert torch.equal(model(tokens).logits, truth)
+        monkeypatch.setattr(norms, "replace_norms", lambda model, device: replaced.append(device) or replace_norms(model, CPU))
+        with fused_norms(model, torch.device("cuda")):
+            assert replaced and sum("forward" in vars(module) for module in model.modules()) == 5
             assert torch.allclose(model(tokens).logits, truth, rtol=1e-4, atol=1e-5)
         assert torch.equal(model(tokens).logits, truth)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -110,7 +117,51 @@ def test_norms_on_the_meta_device_are_known():
     """A model's folder is pruned from a skeleton without weights."""
     with torch.device("meta"):
         norm = LlamaRMSNorm(48)
-    assert replace_norms(norm) == [norm]
+    assert replace_norms(norm, CPU) == [norm]
     norm.weight = nn.Parameter(torch.full((48,), 2.0))
     x = torch.ones(1, 48)
     assert torch.allclose(norm(x), 2 * x)
+
+
+def test_an_operation_that_is_wrong_on_this_device_is_not_taken(monkeypatch):
+    """As where a library has a fault: values or gradients other than the module's own."""
+    right = norms.rms_norm
+
+    class Crooked(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return 1.1 * gradient
+
+    wrong = [lambda *given: 1.1 * right(*given), lambda *given: Crooked.apply(right(*given)), lambda *given: right(*given).detach()]
+    for operation in wrong:
+        monkeypatch.setattr(norms, "rms_norm", operation)
+        assert recognised(made("llama.LlamaRMSNorm")) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_run_with_them_gives_the_same_up_to_rounding(family, monkeypatch):
+    """As on a GPU, with the default preset, whose gradients go back through them."""
+    reports, weights = [], []
+    for fused in (False, True):
+        model, seen = build(family), []
+        monkeypatch.setattr(loop, "fused_norms", lambda model, device, seen=seen: emulated(model, seen))
+        reports.append(prune_model(model, tokens(4), fused_norms=fused, device="cpu", progress=False))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        assert bool(seen) == fused
+    for own, other in zip(reports[0].layers, reports[1].layers, strict=True):
+        assert other.error_stored == pytest.approx(own.error_stored, rel=1e-2)
+    assert float((weights[1] - weights[0]).norm() / weights[0].norm()) < 1e-3
+
+
+@contextlib.contextmanager
+def emulated(model, seen):
+    seen += (replaced := replace_norms(model, CPU))
+    try:
+        yield
+    finally:
+        for module in replaced:
+            del module.__dict__["forward"]

@@ -253,3 +253,27 @@ def test_whole_inputs_meet_the_sparsity_of_all(sparsity, seed):
     assert all(0 <= count - int(share * n) <= 1 for count, share, (n, _) in zip(zeros, shares, shapes, strict=True))
     total = sum(count * k for count, (_, k) in zip(zeros, shapes, strict=True))
     assert abs(total - sparsity * float(sizes.sum())) <= 1536 / 2
+
+
+def test_whole_inputs_round_to_the_nearest_and_empty_no_layer():
+    assert whole_inputs([0.5], [(3, 4)], 0.5) == [2]  # 6 of 12 weights are wanted: 4 or 8, and the larger of equals
+    assert whole_inputs([0.5], [(3, 4)], 0.49) == [1]
+    assert whole_inputs([0.9, 0.9], [(2, 4), (4, 1)], 0.9) == [1, 3]  # though more is missing
+    assert whole_inputs([0.3, 0.45], [(10, 1), (10, 1)], 0.4) == [3, 5]  # what was cut off most comes first
+
+
+def test_by_loss_the_threshold_lies_within_a_bin():
+    """Three quarters of the weights go: the first bin, and half of the second one of each part."""
+    counts = torch.tensor([[50, 150], [150, 50]])
+    assert balanced_densities(counts, 0.75, 5.0) == pytest.approx([0.375, 0.125], abs=1e-6)
+
+
+def test_by_loss_parts_that_would_lose_all_keep_a_hundredth_and_the_mean_is_met():
+    counts = torch.zeros(2, 10)
+    counts[0, 0] = counts[1, 9] = 1000
+    assert balanced_densities(counts, 0.5, 5.0) == pytest.approx([0.01, 0.99], abs=1e-6)
+
+
+def test_an_outlier_is_above_the_threshold():
+    layer = LayerData("a", torch.ones(4, 3), torch.eye(4))
+    assert outlier_share([layer], 1.0) == 0.0 and outlier_share([layer], 0.99) == 1.0

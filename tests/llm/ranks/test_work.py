@@ -1,5 +1,7 @@
 """How much each rank does, counted: tokens through blocks, matrices prepared, columns, bytes, meetings."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,11 +9,12 @@ import torch
 
 from qprecon.llm import prune_model
 from qprecon.llm.pruning import over_ranks, update
-from qprecon.llm.ranks.dealing import dealt, seconds_of_column, seconds_once
+from qprecon.llm.ranks.dealing import dealt, seconds_of_column, seconds_once, shared_windows
 from qprecon.llm.ranks.meeting import Meeting
 from tests.llm.families import build, tokens
 from tests.llm.ranks.processes import needs_forks, run
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 BALANCED = {"preset": "balanced", "allocation": "uniform"}
 
 
@@ -111,3 +114,27 @@ def test_a_rank_has_its_share_of_the_estimated_seconds(groups, size):
     alone = sum(seconds_once(n) + k * seconds_of_column(n) for n, k in groups)
     assert prepared <= len(groups) + size - 1
     assert max(busy) <= alone / size + max(seconds_once(n) for n, _ in groups)
+    assert max(busy) - min(busy) <= 0.02 * alone / size + 2 * max(seconds_once(n) + 64 * seconds_of_column(n) for n, _ in groups)
+
+
+def test_the_estimated_seconds_are_those_that_were_measured():
+    """Within a factor of 1.7, of two machines' worth of inputs; a column's include what a run does beside the solve."""
+    rows = json.loads((RESULTS / "dealing_costs.json").read_text())["rows"]
+    alone = json.loads((RESULTS / "scaling.json").read_text())[0]["runs"][0]["phase_seconds"]  # 8 blocks of the 8B shape, one rank
+    shapes = [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)]
+    beside = sum(alone[phase] for phase in ("mask", "update", "measure")) / (8 * sum(n * k for n, k in shapes))
+    for row in rows:
+        n = row["inputs"]
+        assert row["once"] / 1.7 < seconds_once(n) < 1.7 * row["once"]
+        measured = row["column"] + beside * n
+        assert measured / 1.25 < seconds_of_column(n) < 1.25 * measured
+
+
+@pytest.mark.parametrize(("windows", "longest"), [(1, 1), (31, 1), (32, 2), (128, 8), (256, 16), (1024, 16)])
+def test_portions_of_a_fixed_order(windows, longest):
+    """Sixteen or more of them, so that as many ranks have work, of sixteen windows at most; none depends on the number of ranks."""
+    shares = [shared_windows([7] * windows, 0, size, True) for size in (1, 2, 3)]
+    portions = shares[0].portions
+    assert all(share.portions == portions for share in shares)
+    assert [number for portion in portions for number in portion] == list(range(windows))
+    assert max(map(len, portions)) == longest and len(portions) >= min(windows, 16)

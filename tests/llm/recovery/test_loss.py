@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qprecon.llm.model.parts import split
-from qprecon.llm.recovery.loss import backward_through_head, chunk_rows, divergence, held_out_sums, hidden_loss
+from qprecon.llm.recovery.loss import BYTES_AN_ENTRY, backward_through_head, chunk_rows, divergence, held_out_sums, hidden_loss
 from qprecon.llm.recovery.step import Distillation, add_gradients, stacked
 from tests.llm.families import FAMILIES, VOCAB, build, tokens
 from tests.llm.recovery.pruned import pair
@@ -67,11 +67,14 @@ def test_hidden_loss():
     assert hidden_loss(own, target) == pytest.approx((0.25 + 1) / 2)
 
 
-def test_a_chunk_is_bounded_whatever_the_vocabulary():
-    for device in ("cpu", "cuda"):
-        for vocabulary in (49152, 128256, 262144):
-            rows = chunk_rows(vocabulary, torch.device(device))
-            assert 1 <= rows and rows * vocabulary <= 1 << 26
+@pytest.mark.parametrize(("device", "megabytes"), [("cpu", 256), ("cuda", 2048), ("cuda:1", 2048)])
+@pytest.mark.parametrize("vocabulary", [49152, 128256, 262144])
+def test_a_chunk_takes_the_same_memory_whatever_the_vocabulary(device, megabytes, vocabulary):
+    rows = chunk_rows(vocabulary, torch.device(device))
+    assert rows * vocabulary * BYTES_AN_ENTRY <= megabytes * 2**20 < (rows + 1) * vocabulary * BYTES_AN_ENTRY
+
+
+def test_a_chunk_has_a_token():
     assert chunk_rows(10**9, torch.device("cpu")) == 1
 
 

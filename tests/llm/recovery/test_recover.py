@@ -343,6 +343,44 @@ def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing(monkeypatc
     assert same(before, model) and all(p.grad is None for p in model.parameters())
 
 
+def test_masks_that_lie_in_the_model_s_folder(tmp_path):
+    """Saved by the run that pruned it: kept weights that are zero are trained too, of a layer of nothing but zeros all of them."""
+    build("llama").save_pretrained(tmp_path / "dense")
+    prune_model(tmp_path / "dense", tokens(8), out=tmp_path / "pruned", save_masks=True, preset="fast", progress=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    up, down = model.model.layers[0].mlp.up_proj.weight, model.model.layers[1].mlp.down_proj.weight
+    at = tuple(int(i) for i in up.nonzero()[0])
+    with torch.no_grad():
+        up[at] = 0
+        down.zero_()
+    model.save_pretrained(tmp_path / "pruned", max_shard_size="30KB")
+    with_masks = run(tmp_path / "pruned", tmp_path / "dense", out=tmp_path / "with")
+    assert any("pruned/masks.npz keeps" in note for note in with_masks.warnings)
+    assert with_masks.sparsity == pytest.approx(0.5, abs=0.01)
+    (tmp_path / "pruned" / "masks.npz").unlink()
+    without = run(tmp_path / "pruned", tmp_path / "dense", out=tmp_path / "without")
+    assert any("1 layer of nothing but zeros stay" in note and "layers.1.mlp.down_proj" in note for note in without.warnings)
+    for folder, trained in (("with", True), ("without", False)):
+        layers = AutoModelForCausalLM.from_pretrained(tmp_path / folder).model.layers
+        assert bool(layers[0].mlp.up_proj.weight[at] != 0) == bool(layers[1].mlp.down_proj.weight.any()) == trained
+
+
+def test_a_model_of_nothing_but_zeros_has_nothing_to_train():
+    model, dense = pair()
+    for view in views_of(model):
+        view.write(torch.zeros_like(view.weights_NK()))
+    with pytest.raises(ValueError, match="all weights of its 21 pruned layers are zero"):
+        run(model, dense)
+    assert run(model, dense, train=["norms"]).trained == sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
+
+
+def test_an_adapter_that_is_not_loaded_is_said(tmp_path):
+    build("llama").save_pretrained(tmp_path / "dense")
+    prune_model(tmp_path / "dense", tokens(8), out=tmp_path / "pruned", adapter_rank=2, preset="fast", progress=False)
+    report = run(tmp_path / "pruned", tmp_path / "dense", out=tmp_path / "out", passes=1)
+    assert any("pruned/adapter is not loaded" in note for note in report.warnings)
+
+
 def test_nothing_pruned_and_the_wrong_order():
     model, dense = pair()
     with pytest.raises(ValueError, match="nothing is pruned"):

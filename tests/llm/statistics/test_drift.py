@@ -16,7 +16,7 @@ from qprecon.llm.statistics import gram
 from qprecon.llm.statistics.collect import Beside, collect_grams
 from qprecon.llm.statistics.gram import Gram
 from qprecon.llm.statistics.observe import sublayers
-from qprecon.llm.statistics.target import asked_weights, explained_share
+from qprecon.llm.statistics.target import asked_weights, explained_share, held_out
 from tests.llm.families import FUSED, build, tokens
 from tests.llm.statistics import reference
 
@@ -271,9 +271,55 @@ def test_the_share_that_is_explained():
     change_NK = torch.linalg.solve(hessian_NN, drift_NN @ w_NK)
     assert explained_share([(x_TN[few], delta_TN[few])], w_NK, change_NK) > 0.9
     assert explained_share([(x_TN[14:], delta_TN[14:])], w_NK, change_NK) < 0.5
-    layer = Fixed(w_NK, hessian_NN, drift_NN, [(x_TN[14:].float(), delta_TN[14:].float())])
-    (asked_NK,) = asked_weights([layer], layer, "auto", 0.0, 0.01)
-    assert torch.equal(asked_NK, w_NK.float()) or (asked_NK - w_NK).abs().max() < (change_NK).abs().max()
+    # What makes it worse on others is left.
+    assert explained_share([(x_TN, delta_TN)], w_NK, -change_NK) == 0.0
+
+
+def test_no_drift_explains_nothing():
+    x_TN, _, w_NK, _ = problem()
+    nothing_TN = torch.zeros_like(x_TN)
+    assert explained_share([], w_NK, w_NK) == explained_share([(x_TN, nothing_TN)], w_NK, w_NK) == 0.0
+
+
+@pytest.mark.parametrize("drift", ["auto", 0.5, 0.0])
+@pytest.mark.parametrize("beta", [0.0, 0.7])
+@pytest.mark.parametrize("columns", [None, [slice(1, 3), slice(0, 4)]])
+def test_drift_and_residual_together(drift, beta, columns):
+    """α(H + λI)⁻¹Dw for each layer that shares H, α from the rows held out; β(H + λI)⁻¹XᵀR where the only layer of a group writes
+    to the stream. A rank that has some columns only finds the α of all."""
+    x_TN, dense_TN, w_NK, s_T = problem()
+    other_NK = torch.randn(12, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    held = (x_TN[:40], (dense_TN - x_TN)[:40])
+    hessian_NN, drift_NN, _ = reference.grams(x_TN, dense_TN, s_T)
+    damped_NN = hessian_NN + 0.01 * hessian_NN.diagonal().mean() * torch.eye(12, dtype=torch.float64)
+    residual_NK = torch.randn(12, 5, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    expected, alone = [], beta > 0
+    for each_NK in (w_NK,) if alone else (w_NK, other_NK):
+        change_NK = torch.linalg.solve(damped_NN, drift_NN @ each_NK)
+        drifted_TK = held[1] @ each_NK
+        auto = 1 - float((drifted_TK - held[0] @ change_NK).square().sum() / drifted_TK.square().sum())
+        assert 0.1 < auto < 0.9
+        more_NK = beta * torch.linalg.solve(damped_NN, residual_NK)
+        expected.append(each_NK + (auto if drift == "auto" else drift) * change_NK + more_NK)
+    rows = [tuple(part.float() for part in held)]
+    layers = [Fixed(each_NK, hessian_NN, drift_NN, rows) for each_NK in (w_NK, other_NK)][: len(expected)]
+    layers[0].residual = lambda view: residual_NK.float() if alone else None
+    columns = columns and columns[: len(layers)]
+    found = asked_weights(layers, layers[0], drift, beta, 0.01, columns)
+    for own_NK, wanted_NK, some in zip(found, expected, columns or [slice(None)] * len(layers), strict=True):
+        torch.testing.assert_close(own_NK.double(), wanted_NK[:, some], rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_nothing_enters_keeps_its_weights():
+    zero_NN = torch.zeros(12, 12)
+    layer = Fixed(torch.ones(12, 5), zero_NN, zero_NN)
+    assert torch.equal(asked_weights([layer], layer, 0.5, 0.0, 0.0)[0], torch.ones(12, 5))
+
+
+def test_how_many_samples_are_held_out():
+    assert [held_out(samples) for samples in (2, 16, 17, 128)] == [1, 1, 2, 8]
+    with pytest.raises(ValueError, match="at least two samples"):
+        held_out(1)
 
 
 def test_held_out_samples_are_kept_as_rows_and_the_rest_is_scaled():

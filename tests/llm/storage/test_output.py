@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qprecon.llm import prune_model
+from qprecon.llm import prune_model, recover
 from qprecon.llm.storage import output
 from tests.llm.families import build, tokens
 from tests.llm.toy_text import toy_tokenizer
@@ -187,6 +187,29 @@ def test_where_nothing_can_be_written_is_refused_first(tmp_path, monkeypatch):
     monkeypatch.setattr(output.os, "access", lambda path, mode: False)
     with pytest.raises(PermissionError, match="nothing can be written in"):
         output.check_output(tmp_path / "out")
+
+
+def test_the_folder_that_the_command_runs_in_is_not_replaced(tmp_path, monkeypatch):
+    """It would be gone, and what is written after it with it."""
+    (tmp_path / "out" / "inside").mkdir(parents=True)
+    for here in ("out", "out/inside"):
+        monkeypatch.chdir(tmp_path / here)
+        for name in (tmp_path / "out", "." if here == "out" else ".."):
+            with pytest.raises(FileExistsError, match="runs in it"):
+                prune(build("llama"), name)
+    monkeypatch.chdir(tmp_path)
+    prune(build("llama"), "out/inside")
+
+
+def test_masks_that_are_read_are_not_replaced(tmp_path):
+    out = tmp_path / "out"
+    prune(build("llama"), out, save_masks=True)
+    for masks in (out / "masks.npz", str(out)):
+        with pytest.raises(ValueError, match="mask_file .*lies in the output folder"):
+            prune(build("llama"), out, mask="given", mask_options={"masks": masks})
+        with pytest.raises(ValueError, match="masks .*lies in the output folder"):
+            recover(build("llama"), build("llama"), tokens(2), out=out, masks=masks, progress=False)
+    assert (out / "masks.npz").is_file()
 
 
 SAMPLED = {"do_sample": False, "temperature": 0.9}  # as some models have it; transformers refuses to write it

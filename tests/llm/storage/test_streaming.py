@@ -21,7 +21,7 @@ from qprecon.llm.model.loading import load_causal_lm
 from qprecon.llm.pruning import loop as pipeline
 from qprecon.llm.pruning import over_ranks
 from qprecon.llm.statistics import gradients
-from qprecon.llm.storage import journal, output, sources
+from qprecon.llm.storage import journal, output, sources, whole
 from qprecon.llm.storage.checkpoint import NotStreamable, check_streamable, open_shards, skeleton
 from tests.llm.families import FAMILIES, build, tokens
 
@@ -117,7 +117,7 @@ def test_a_block_leaves_the_device_before_it_is_written(tmp_path, monkeypatch):
 
 def test_files_can_be_read_by_others(tmp_path):
     prune(saved(tmp_path / "dense"), tmp_path / "out")
-    expected = 0o666 & ~journal.current_umask()
+    expected = 0o666 & ~whole.current_umask()
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()} == {
         path.name: oct(expected) for path in (tmp_path / "out").iterdir()
     }
@@ -129,7 +129,7 @@ def test_two_runs_never_write_to_one_folder(resume, tmp_path):
     other = journal.Journal.begin(output.partial_folder(out), {"of": "another process"}, resume=True)
     with pytest.raises(BlockingIOError, match="another process is writing"):
         prune(folder, out, resume=resume)
-    assert json.loads((other.progress / "fingerprint.json").read_text()) == {"of": "another process"}  # nothing was removed
+    assert whole.read_facts(other.progress / "fingerprint.json") == {"of": "another process"}  # nothing was removed
     other.close()
     prune(folder, out, resume=resume)  # it had finished nothing
     assert not list(tmp_path.glob(".out*"))
@@ -180,7 +180,7 @@ def test_a_run_continues_after_the_last_finished_block(blocks, settings, tmp_pat
     monkeypatch.setattr(pipeline, "loss_gradients", lambda *_: pytest.fail("those of the first run are kept"))
     report = prune(folder, tmp_path / "out", **settings)
     assert len(groups) == 4 * (3 - blocks)
-    assert f"continued after {blocks} of 3 blocks" in report.warnings[0]
+    assert any(f"continued after {blocks} of 3 blocks" in note for note in report.warnings)
     assert [row.name for row in report.layers] == [row.name for row in whole.layers]
     assert report.model_sparsity == whole.model_sparsity
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
@@ -256,7 +256,7 @@ def test_a_full_disk_loses_no_finished_block(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"No space left.*What was finished before is kept"):
             prune(folder, tmp_path / "out")
     report = prune(folder, tmp_path / "out")
-    assert "continued after 1 of 3" in report.warnings[0]
+    assert any("continued after 1 of 3" in note for note in report.warnings)
     assert [row.error_masked for row in report.layers] == [row.error_masked for row in whole.layers]
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
@@ -524,7 +524,7 @@ def test_a_file_that_was_not_all_there_yet_is_read_when_it_is(tmp_path, monkeypa
 def test_a_full_disk_before_anything_is_finished_speaks_of_nothing_kept(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     with monkeypatch.context() as patch:
-        patch.setattr(journal, "sync", _no_room)
+        patch.setattr(whole, "sync", _no_room)
         with pytest.raises(OSError, match="cannot write .*No space left") as full:
             prune(folder, tmp_path / "out")
     assert "What was finished" not in str(full.value) and not list(tmp_path.glob(".out*"))
@@ -572,6 +572,52 @@ def test_a_damaged_block_is_made_again(damage, tmp_path, monkeypatch):
     report = prune(folder, tmp_path / "out")
     assert any("model-00002-of-00004.safetensors of the earlier run is damaged" in note for note in report.warnings)
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+OTHERWISE = {
+    "empty": b"", "cut short": b'{"crc": 12, "facts": {"na', "no text": bytes(range(128, 200)), "a list": b"[1]", "null": b"null",
+    "a number": b"NaN", "no facts": b"{}", "no checksum": b'{"facts": {"file": "model-00001-of-00004.safetensors"}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ["block-00000.json", "outside.json", "fingerprint.json", "model_times.json"])
+def test_what_is_known_of_a_run_and_was_damaged(file, tmp_path, monkeypatch):
+    """An entry is made again with its file; where the rest does not say what it was, the run is not continued."""
+    folder = saved(tmp_path / "dense")
+    prune(folder, tmp_path / "whole")
+    interrupted(folder, tmp_path / "first", monkeypatch)
+    left = output.partial_folder(tmp_path / "first")
+    written = (left / journal.PROGRESS / file).read_bytes()
+    flipped = {f"byte {at} of it": written[:at] + bytes([written[at] ^ 1]) + written[at + 1 :] for at in range(9, 99, 10)}
+    for what, content in {**OTHERWISE, **flipped}.items():
+        again = output.partial_folder(tmp_path / "out")
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.copytree(left, again)
+        (again / journal.PROGRESS / file).write_bytes(content)
+        if file in ("block-00000.json", "outside.json"):
+            report = prune(folder, tmp_path / "out")
+            assert any(f"{file} of the earlier run is damaged" in note for note in report.warnings), what
+            assert same(weights(tmp_path / "out"), weights(tmp_path / "whole")), what
+        else:
+            with pytest.raises(ValueError, match=f"{file} .*; start over with resume=False"):
+                prune(folder, tmp_path / "out")
+
+
+def test_blocks_of_a_run_that_nothing_is_known_of_are_not_taken(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "dense")
+    left = interrupted(folder, tmp_path / "out", monkeypatch)
+    (left / journal.PROGRESS / "fingerprint.json").unlink()
+    with pytest.raises(ValueError, match="lacks fingerprint.json.*start over with resume=False"):
+        prune(folder, tmp_path / "out")
+    prune(folder, tmp_path / "out", resume=False)
+
+
+@pytest.mark.parametrize("name", [".out.partial", ".out.partial/qprecon_progress"])
+def test_a_file_where_an_unfinished_run_would_be(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x")
+    with pytest.raises(FileExistsError, match=f"{name} is a file"):
+        prune(saved(tmp_path / "dense"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
