@@ -55,3 +55,33 @@ def test_the_perplexities_in_the_help_are_those_of_the_results():
     found = {row["preset"]: round(row["perplexity"]["wikitext2"]) for row in rows}
     (option,) = (known for each, known in options(Recipe) if each.name == "preset")
     assert option.help.endswith(f"perplexity {found['fast']}, {found['balanced']} and {found['best']}")
+
+
+def test_the_times_in_the_help_are_those_of_the_results():
+    """In words: how many times as long as `fast` the other presets take on a GPU; the README has the inverse of the first one."""
+    runs = json.loads((ROOT / "benchmarks" / "results" / "end_to_end_presets_h200.json").read_text())
+    seconds = {run["settings"]["preset"]: run["seconds_beside_io"] for run in runs}
+    times = {name: round(seconds[name] / seconds["fast"]) for name in ("balanced", "best")}
+    words, shares = {2: "two", 3: "three", 4: "four", 5: "five"}, {2: "half", 3: "a third", 4: "a quarter"}
+    (option,) = (known for each, known in options(Recipe) if each.name == "preset")
+    assert f"about {words[times['balanced']]} times as long as fast" in option.help
+    assert f"about {words[times['best']]} times as long)" in option.help
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes about {shares[times['balanced']]} of the time of `balanced`" in readme
+
+
+def test_the_gains_of_refinement_and_recovery_in_words_are_those_of_the_results():
+    """docs/reproducing.md compares them in a sentence."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "quality_smollm2-135m.json").read_text())
+    best = {"preset": "best", "pattern": "50%", "calibration": "wikitext2", "seed": 0, "eval_windows": None}
+    rows = [row for row in rows if best.items() <= row.items()]
+
+    def gains(before, after):
+        return [round(100 * (1 - after["perplexity"][text] / before["perplexity"][text])) for text in ("wikitext2", "c4")]
+
+    refined = {tuple(row["ingredients"]): row for row in rows if row["split"] == "validation" and not row["recovered"]}
+    wikitext, c4 = gains(refined[()], refined["refine=block",])
+    on_test = {row["recovered"]: row for row in rows if row["split"] == "test" and not row["ingredients"]}
+    page = " ".join((ROOT / "docs" / "reproducing.md").read_text().split())
+    recovered = gains(on_test[False], on_test[True])[0]
+    assert f"gains {wikitext} % on WikiText-2 and {c4} % on C4, where `recover` gains {recovered} %" in page

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.chunks import filled
 from ...arrays.interop import Array, cast, like, namespace, to_numpy
 from ...arrays.linalg import take_columns
 from ...contract.interface import Chunk
@@ -36,7 +37,7 @@ def leave_finished(out: Out | None, state: State) -> tuple[Out | None, State]:
         return out, state
     if out is None:
         xp = namespace(state.x_NK)
-        out = Out(xp.empty_like(state.x_NK), np.full(width, "", object), np.zeros(width, np.int64), np.arange(width))
+        out = Out(xp.empty_like(state.x_NK), filled(width, ""), np.zeros(width, np.int64), np.arange(width))
     out.put(state, "")
     out.running = out.running[active]
     return out, state.take(like(active, state.x_NK))
@@ -76,8 +77,8 @@ class State:
         """A word for each column, ``status`` for those still active, and their iterations."""
         facts = (self.scalars.active_K, self.broken(), self.scalars.iterations_K)
         active_K, broken_K, iterations_K = to_numpy(namespace(self.x_NK).stack([cast(fact, "int32") for fact in facts]))  # one look
-        words = np.where(active_K, status, "converged").astype(object)
-        words[broken_K != 0] = "breakdown"
+        words = filled(len(active_K), "converged")
+        words[active_K != 0], words[broken_K != 0] = status, "breakdown"
         return words, np.array(iterations_K)
 
     def step(self) -> None:
