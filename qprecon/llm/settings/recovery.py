@@ -54,7 +54,7 @@ class Recovery:
         0.0, "how much the relative squared error of the blocks' outputs counts beside the predictions", TRAINING, least=0
     )
     patience: int = option(
-        4, "stop after so many measurements on the windows held out, two a pass, without a gain since training began", TRAINING,
+        4, "stop after so many measurements on the windows held out, two a pass, without a gain, once the rate is half its peak or less", TRAINING,
         least=1,
     )
     optimizer_state: str = option(
