@@ -185,8 +185,8 @@ def active_sets() -> str:
             for row in found["rows"] if "easy" in row["problem"]]  # fmt: skip
     ratios, iterations = [row["ratio"] for row in easy], [row["iterations"] for row in easy]
     words = (
-        f"On the easy problems ADMM takes {min(iterations)} to {max(iterations)} iterations with one inverse for all columns and all "
-        f"masks. Even a method that paid nothing for the bounds would be only {min(ratios):.1f} to {max(ratios):.1f} times as fast."
+        f"On the easy problems ADMM takes {min(iterations)} to {max(iterations)} iterations with one inverse for all columns "
+        f"and all masks. Even a method that paid nothing for the bounds would be only {min(ratios):.1f} to {max(ratios):.1f} times as fast."
     )
     return table(["problem", "at a bound", "ADMM", "active sets", "`pcg` without bounds"], body) + f"\n\n{note}\n\n{words}"
 
