@@ -100,12 +100,15 @@ def _fits(value: Any, kind: Any) -> bool:
     return not isinstance(wanted, type) or isinstance(value, wanted)
 
 
+_KINDS = {collections.abc.Callable: "a function", collections.abc.Mapping: "a mapping", collections.abc.Sequence: "a list"}
+
+
 def _described(kind: Any) -> str:
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_described(member) for member in members)
     if origin is tuple:
         return f"a list of {_PLURALS.get(members[0], 'values')}"
-    if origin is collections.abc.Callable:
-        return "a function"
+    if origin in _KINDS:
+        return _KINDS[origin]
     return _WORDS.get(kind) or f"a {getattr(origin or kind, '__name__', kind)}"

@@ -147,7 +147,7 @@ def test_values_of_options_are_held_to_their_types():
     for wrong, words in (
         ({"b": 1}, "x: b must be True or False, got 1"),
         ({"c": [1, True]}, r"x: c must be a list of whole numbers, got \[1, True\]"),
-        ({"d": "no"}, "x: d must be a Mapping or a Path or None, got 'no'"),
+        ({"d": "no"}, "x: d must be a mapping or a Path or None, got 'no'"),
     ):
         with pytest.raises(ValueError, match=words):
             check_values("x", wrong, declared)

@@ -22,6 +22,7 @@ from qprecon.llm.calibration.replay import Call, replaced_forwards, run_block, s
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.causal import is_other, other_text
+from qprecon.llm.model.devices import without_cudnn_attention
 from qprecon.llm.model.unprunable import FromBlock, ReplayCheck, Turns, Unknown, marked, no_other_stack, same_tensor, unknown
 from qprecon.llm.ranks.dealing import Share
 
@@ -81,11 +82,12 @@ def _captured(
     recorder = _Recorder(decoder, blocks, device, store, streams * sum(tokens.numel() for tokens in batches))
     short = batches[0][:1, :_PROBE_TOKENS].to(home)
     with evaluation_mode(decoder), torch.no_grad():
-        with replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
-            decoder(input_ids=short, use_cache=False)
-        sees_later = short.shape[1] > 1 and _sees_later(decoder, blocks, short, recorder)
-        if not any(parameter.is_meta for block in blocks for parameter in block.module.parameters()):
-            _check_replay(decoder, blocks, short, recorder.containers, compute)
+        with without_cudnn_attention():
+            with replaced_forwards(blocks, recorder.probe), no_other_stack(decoder, blocks), recorder.sample():
+                decoder(input_ids=short, use_cache=False)
+            sees_later = short.shape[1] > 1 and _sees_later(decoder, blocks, short, recorder)
+            if not any(parameter.is_meta for block in blocks for parameter in block.module.parameters()):
+                _check_replay(decoder, blocks, short, recorder.containers, compute)
         with replaced_forwards(blocks, recorder.record):
             for numbers in batches:
                 with recorder.sample():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -120,14 +121,21 @@ def there_or_on_host(device: torch.device, work: Callable[[torch.device], Result
 
 
 _PASS = 2**24  # numbers in the hidden state of one forward pass on a GPU
+_MORE_OR_LESS = 1.5  # by this factor at most, so that all passes are of one size
 
 
 def windows_together(
     model: nn.Module, windows: Sequence[torch.Tensor], device: torch.device, most: int | None = None
 ) -> int:
-    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16, or `most`."""
+    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16, or `most`.
+
+    A number that divides that of all windows, if one is near: for a size of its own, the last pass would have libraries prepare
+    themselves once more (cuDNN's attention takes up to a second).
+    """
     if device.type == "cpu":
         return 1
-    longest = max(window.numel() for window in windows)
+    longest, limit = max(window.numel() for window in windows), most or 16
     width = model.get_input_embeddings().embedding_dim
-    return int(min(max(_PASS // (longest * width), 1), most or 16))
+    wanted = min(max(_PASS / (longest * width), 1.0), float(limit))
+    near = [n for n in range(1, limit + 1) if len(windows) % n == 0 and 1 / _MORE_OR_LESS <= n / wanted <= _MORE_OR_LESS]
+    return min(near, key=lambda n: abs(math.log(n / wanted)), default=int(wanted))

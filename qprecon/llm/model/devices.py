@@ -39,6 +39,18 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """While open, torch takes its own attention: cuDNN's prepares itself for each new shape, which may take a second, too much for
+    a few tokens."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
 def put_back_after_an_error(model: nn.Module) -> Iterator[None]:
     """While open, `model` may be moved to stay there; after an error each parameter and buffer is where it was before."""
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]

@@ -191,7 +191,8 @@ def open_source(
     with ranks.busy():  # what an earlier run has finished is read
         journal = Journal.begin(partial_folder(out), fingerprint, resume)
         restore(out)
-        source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log, compute, ranks.busy)
+        wide = found.dtype == "auto"
+        source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log, compute, ranks.busy, wide)
     try:
         ranks.gathered((journal.folder, finished_entries(source)))
     except BaseException:

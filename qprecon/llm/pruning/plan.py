@@ -88,6 +88,8 @@ def plan_layers(
     check_no_adapter(model)
     check_changeable(model)
     blocks = find_blocks(model)
+    if targets is not None and not len(targets):
+        raise ValueError("targets is empty, so that it names no layer; leave it out to prune all of them")
     targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
     patterns: Pattern | dict[str, Pattern]
     if isinstance(pattern, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,20 @@ def stored_names(model: nn.Module, shards: Shards) -> dict[str, str]:
         if len(stored) == 1:
             found |= dict.fromkeys(names, stored[0])
     return found
+
+
+def wider(shards: Shards, dtypes: Mapping[str, torch.dtype]) -> frozenset[str]:
+    """The stored tensors in wider floats than the model's, `dtypes` by stored name; none where those are half of all or more, since
+    the configuration then asks for a narrower model."""
+    stored = {name: _FLOATS[shards.dtypes[name]] for name in dtypes if shards.dtypes[name] in _FLOATS}
+    found = frozenset(name for name, dtype in stored.items() if dtype.itemsize > dtypes[name].itemsize)
+    return found if 2 * len(found) < len(stored) else frozenset()
+
+
+def as_stored(shards: Shards, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """`tensors` with the stored ones, in their own dtype, in the place of those of these `names` that nothing has changed."""
+    kept = shards.read([name for name, tensor in tensors.items() if name in names and tensor.dtype in _FLOATS.values()])
+    return {**tensors, **{name: own for name, own in kept.items() if torch.equal(own.to(tensors[name].dtype), tensors[name])}}
 
 
 def _first_float(shards: Shards | None) -> torch.dtype:

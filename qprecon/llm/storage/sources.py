@@ -25,7 +25,7 @@ from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.changed import compare_files
-from qprecon.llm.storage.checkpoint import Finished, Shards, stored_names
+from qprecon.llm.storage.checkpoint import Finished, Shards, as_stored, stored_names, wider
 from qprecon.llm.storage.filling import Ready, check_unborrowed, counts, empty, fill, move_buffers, own_stream
 from qprecon.llm.storage.in_memory import named_masks
 from qprecon.llm.storage.journal import Journal, tensor_checksum
@@ -37,19 +37,20 @@ class DiskBlocks:
     `model` is a skeleton whose parameters are on the meta device except while their block is open. Shard 1 has what is outside the
     blocks, shard b + 2 block b, and one behind them what the model has no place for. What an earlier run finished is not written
     again. `compute`: what 16-bit floats are computed in, if not as they are; they are written as they were. `waiting`: is open
-    while the disk is waited for.
+    while the disk is waited for. `wide`: what is stored in wider floats than the model's, and not pruned, stays as it is stored.
     """
 
     writes = True
 
     def __init__(
         self, model: nn.Module, shards: Shards, blocks: Sequence[Block], device: torch.device, journal: Journal, log: RunLog,
-        compute: torch.dtype | None = None, waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compute: torch.dtype | None = None, waiting: Callable[[], AbstractContextManager[None]] = nullcontext, wide: bool = False,
     ):  # fmt: skip
         self.model, self.shards, self.blocks, self.device, self.compute = model, shards, blocks, device, compute
         self.journal, self.log, self.waiting = journal, log, waiting
         self.stored = stored_names(model, shards)
         self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        self.wide = wider(shards, {self.stored[name]: dtype for name, dtype in self.dtypes.items()}) if wide else frozenset()
         self.parameters = {self.stored[name] for name, _ in model.named_parameters()}
         self.left_over = sorted(set(shards.file_of) - set(self.stored.values()))  # the model has no place for them
         self.reader, self.fetcher, self.writer = (ThreadPoolExecutor(1, f"qprecon-{work}") for work in ("read", "fetch", "write"))
@@ -269,7 +270,8 @@ class DiskBlocks:
         """Rows go with the tensors, for a run that continues this one."""
         facts = {**ready.facts, "rows": [asdict(row) for row in rows], "source": {name: self._sum(name) for name in ready.names}}
         key, number = (_OUTSIDE, 1) if index is None else (block_key(index), index + 2)
-        self.journal.write_shard(key, self._file(number), ready.tensors, facts, ready.masks)
+        tensors = as_stored(self.shards, ready.tensors, self.wide)
+        self.journal.write_shard(key, self._file(number), tensors, facts, ready.masks)
 
     def _sum(self, name: str) -> int:
         """The checksum of one of the model's tensors; of a block that was only opened dense, it is read again for that."""

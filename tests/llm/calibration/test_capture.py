@@ -351,3 +351,20 @@ def test_blocks_in_pieces_are_refused():
     model = tf.XLMWithLMHeadModel(tf.XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=3, n_heads=4, causal=True))
     with pytest.raises(ValueError, match=r"attentions\.1: XLMModel does not give this block \(MultiHeadAttention\) what"):
         capture_inputs(model, find_blocks(model), tokens(2))
+
+
+def test_the_few_tokens_that_are_tried_get_torchs_own_attention(monkeypatch):
+    """cuDNN's prepares itself for each new shape, which on a GPU takes up to a second."""
+    model = build("llama")
+    attention, seen = nn.functional.scaled_dot_product_attention, []
+
+    def counted(query, *args, **options):
+        seen.append((query.shape[2], torch.backends.cuda.cudnn_sdp_enabled()))
+        return attention(query, *args, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
+    inputs = capture_inputs(model, find_blocks(model), tokens(2, 32))
+    with torch.no_grad():
+        inputs.run(find_blocks(model)[0].module, 0, 0)
+    assert {length for length, _ in seen} == {8, 32}
+    assert all(cudnn == (length == 32) for length, cudnn in seen)

@@ -636,6 +636,35 @@ def test_sparsity_and_pattern_say_one_thing():
         prune_model(build("llama"), tokens(4), sparsity=0.9, pattern="2:4", progress=False)
 
 
+@pytest.mark.parametrize("quantize", ["none", "fp8"])
+def test_single_tensors_in_wider_floats_stay_as_they_are_stored(quantize, tmp_path, monkeypatch):
+    """Norms in float32, as some models have them; what is pruned is in the model's own dtype, all in one that is asked for."""
+    folder = saved(tmp_path / "dense")
+    stored = load_file(folder / "model.safetensors")
+    stored = {name: own.float() + 2**-12 if "norm" in name else own for name, own in stored.items()}
+    stored["model.layers.1.mlp.up_proj.weight"] = stored["model.layers.1.mlp.up_proj.weight"].float()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    prune(folder, tmp_path / "whole", quantize=quantize)
+    for _ in stopped_after(monkeypatch, 2):
+        with pytest.raises(Stop):
+            prune(folder, tmp_path / "out", quantize=quantize)
+    prune(folder, tmp_path / "out", quantize=quantize)
+    asked = prune(folder, tmp_path / "asked", dtype="bfloat16", quantize=quantize)
+    assert asked.largest_gap <= 1e-4
+    found = {out: {} for out in ("whole", "out")}
+    for out, tensors in found.items():
+        for path in (tmp_path / out).glob("*.safetensors"):
+            tensors |= load_file(path)
+    for name, own in stored.items():
+        if own.dtype == torch.float32 and "norm" in name:
+            assert all(torch.equal(found[out][name], own) and found[out][name].dtype == torch.float32 for out in found), name
+    kept = found["whole"]["model.layers.1.mlp.up_proj.weight"].dtype
+    assert kept == (torch.bfloat16 if quantize == "none" else torch.float8_e4m3fn)
+    assert all(same(weights(tmp_path / "whole"), weights(tmp_path / out)) for out in ("out", "asked"))
+    for path in (tmp_path / "asked").glob("*.safetensors"):
+        assert not any(own.dtype == torch.float32 for own in load_file(path).values())
+
+
 def test_float64_from_disk_to_disk_and_again(tmp_path):
     folder = saved(tmp_path / "dense", dtype=torch.float64)
     prune(folder, tmp_path / "out")
