@@ -55,7 +55,7 @@ class Recovery:
     )
     patience: int = option(
         4,
-        "stop after so many measurements on the windows held out, two a pass, without a gain, once the rate is at most half its peak",
+        "stop after so many measurements on the windows held out, two a pass, without a gain; it counts from half the peak rate on",
         TRAINING, least=1,
     )
     optimizer_state: str = option(
