@@ -1,6 +1,7 @@
 """The documentation builds without a warning, and what it shows is true: commands parse, examples run, tables agree."""
 
 import argparse
+import ast
 import re
 import shlex
 import shutil
@@ -54,15 +55,36 @@ def test_every_page_is_in_the_navigation():
     assert sorted(named) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_commands_that_it_shows_parse(page):
-    lines = re.findall(r"^qprecon .*$", page.read_text(), flags=re.MULTILINE)
+    lines = re.findall(r"^(?:qprecon|torchrun .*-m qprecon) (.*)$", page.read_text(), flags=re.MULTILINE)
     parser = cli._parser()
     for line in lines:
-        words = shlex.split(line, comments=True)[1:]
-        assert isinstance(parser.parse_args(words), argparse.Namespace), line
-    if page.stem in ("index", "pruning", "evaluation", "reproducing"):
+        assert isinstance(parser.parse_args(shlex.split(line, comments=True)), argparse.Namespace), line
+    if page.stem in ("README", "index", "pruning", "evaluation", "reproducing", "scaling"):
         assert lines
+
+
+def source_of(script):
+    """The text of a script, with that of the modules in `benchmarks` that it imports."""
+    text = script.read_text(encoding="utf-8")
+    for module in re.findall(r"^from (benchmarks[\w.]*) import", text, flags=re.MULTILINE):
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        text += path.read_text(encoding="utf-8") if path.is_file() else ""
+    return text
+
+
+SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", *SCRIPTS], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_scripts_take_the_flags_that_it_shows(page):
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+    for name, rest in re.findall(r"(benchmarks/[\w/]+\.py)((?: [^`\n#,;)]*)?)", text):
+        source = source_of(ROOT / name)
+        assert [flag for flag in re.findall(r"(?<= )--[a-z][\w-]*", rest) if f'"{flag}"' not in source] == [], name
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)

@@ -55,3 +55,16 @@ def test_the_perplexities_in_the_help_are_those_of_the_results():
     found = {row["preset"]: round(row["perplexity"]["wikitext2"]) for row in rows}
     (option,) = (known for each, known in options(Recipe) if each.name == "preset")
     assert option.help.endswith(f"perplexity {found['fast']}, {found['balanced']} and {found['best']}")
+
+
+def test_the_times_in_the_help_are_those_of_the_results():
+    """In words: how many times as long as `fast` the other presets take on a GPU; the README has the inverse of the first one."""
+    runs = json.loads((ROOT / "benchmarks" / "results" / "end_to_end_presets_h200.json").read_text())
+    seconds = {run["settings"]["preset"]: run["seconds_beside_io"] for run in runs}
+    times = {name: round(seconds[name] / seconds["fast"]) for name in ("balanced", "best")}
+    words, shares = {2: "two", 3: "three", 4: "four", 5: "five"}, {2: "half", 3: "a third", 4: "a quarter"}
+    (option,) = (known for each, known in options(Recipe) if each.name == "preset")
+    assert f"about {words[times['balanced']]} times as long as fast" in option.help
+    assert f"about {words[times['best']]} times as long)" in option.help
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"takes about {shares[times['balanced']]} of the time of `balanced`" in readme

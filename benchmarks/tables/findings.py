@@ -93,7 +93,9 @@ def rounding_costs() -> str:
     shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     seconds = {(row["n"], row["k"], row["grid"]): row["whole"] for row in rows}
     body = [[f"{n} → {k}", *(f"{seconds[n, k, grid]:.2f} s" for grid in grids)] for n, k in shapes]
-    note = f"Random layers, the effort of `fast`; {rows[0]['card']}, {rows[0]['date']} (`benchmarks/layers/rounding_parts.py`). "
+    block = sum(seconds[n, k, "int4"] for n, k in shapes)
+    note = f"With int4 that is {block:.2f} s for a block, its output projection left out. "
+    note += f"Random layers, the effort of `fast`; {rows[0]['card']}, {rows[0]['date']} (`benchmarks/layers/rounding_parts.py`). "
     note += f"Rounding to bfloat16 took {run['seconds']['rounding']:.2f} of the {run['seconds_beside_io']:.1f} s that "
     note += f"{run['model']}, took beside the disk, `fast`; {run['gpu']}, {run['date'][:10]} (`benchmarks/models/end_to_end.py`)."
     return table(["inputs → outputs", *grids], body) + f"\n\n{note}"

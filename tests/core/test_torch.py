@@ -34,6 +34,20 @@ def test_default_and_explicit_right_hand_side(device, damping):
     assert torch.autograd.gradcheck(lambda h, w, b: qprecon.torch.solve(h, w, mask, rhs=b, **exact), (h, w, rhs))
 
 
+def test_gradients_have_five_digits_by_default():
+    """Of columns that are not factored one by one, on a badly conditioned H."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 60, generator=generator, dtype=torch.float64) * torch.logspace(0, -3, 60, dtype=torch.float64)
+    h, w, mask, *_ = problem(n=60, k=12)
+    h = x.T @ x
+    found = []
+    for more in ({}, {"backward_tol": 1e-14}):
+        w.grad = None
+        qprecon.torch.solve(h, w, mask, "pcg", damping=1e-4, tol=1e-12, **more).square().sum().backward()
+        found.append(w.grad)
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-5
+
+
 @pytest.mark.parametrize("with_rhs", [False, True])
 def test_bounds(with_rhs):
     """Some hold, some do not; both of one weight may be the same."""

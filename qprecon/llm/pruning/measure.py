@@ -22,6 +22,7 @@ from qprecon.llm.reporting.report import LayerRow
 if TYPE_CHECKING:
     import qprecon
     from qprecon.grids.formats import Fitted
+    from qprecon.llm.lowbit.adapter import Adapter
     from qprecon.llm.lowbit.rounding import Stored
     from qprecon.llm.pruning.method import Method
     from qprecon.llm.pruning.plan import LayerPlan, Part
@@ -62,6 +63,24 @@ class Remark:
 
 
 @dataclass(frozen=True)
+class Rebuilt:
+    """What became of the weights of a group, matrices (N, K).
+
+    asked_NK: the weights that were asked for. dense_NK: these, or what is left of them beside the adapters. mask_NK: True = kept.
+    new_NK: the best values, or other ones where nothing was solved; stored: these on their grid.
+    """
+
+    asked_NK: torch.Tensor
+    dense_NK: torch.Tensor
+    mask_NK: torch.Tensor
+    new_NK: torch.Tensor
+    solution: qprecon.Solution | None
+    stored: Stored
+    adapters: Sequence[Adapter]
+    rounding_seconds: float
+
+
+@dataclass(frozen=True)
 class Draft:
     """A row, or a part of one, whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite;
     float64 (7,), sums over columns.
@@ -92,23 +111,18 @@ def draft_rows(
     parts: Sequence[Part],
     prepared: qprecon.PreparedHessian,
     tokens: int,
-    matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    solution: qprecon.Solution | None,
+    rebuilt: Rebuilt,
+    stored_NK: torch.Tensor,
     method: Method,
-    stored: Stored,
     remarks: Sequence[Remark],
-    asked_NK: torch.Tensor,
 ) -> list[Draft]:
-    """A draft for each part of a group. `matrices`: dense weights, mask, new and stored weights, all (N, K).
-
-    asked_NK: the weights that were asked for, where the dense ones are what is left of them beside an adapter.
-    """
-    dense_NK, mask_NK, new_NK, stored_NK = matrices
+    """A draft for each part of a group. stored_NK: what its layers hold, (N, K)."""
+    mask_NK, solution, stored = rebuilt.mask_NK, rebuilt.solution, rebuilt.stored
     energy = Energy(prepared.hessian.hessian_NN)
     narrow = all(part.view.dtype == torch.bfloat16 for part in parts)
-    figures = [energy(asked_NK, narrow), *_energies(energy, prepared.ridge, matrices, solution, method)]
-    if adapted := asked_NK is not dense_NK:
-        figures[1] = energy(asked_NK * ~mask_NK)
+    figures = [energy(rebuilt.asked_NK, narrow), *_energies(energy, prepared.ridge, rebuilt, stored_NK, method)]
+    if adapted := rebuilt.asked_NK is not rebuilt.dense_NK:
+        figures[1] = energy(rebuilt.asked_NK * ~mask_NK)
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
@@ -211,13 +225,13 @@ def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
 
 
 def _energies(
-    energy: Energy, ridge: float, matrices: tuple[torch.Tensor, ...], solution: qprecon.Solution | None, method: Method
+    energy: Energy, ridge: float, rebuilt: Rebuilt, stored_NK: torch.Tensor, method: Method
 ) -> list[torch.Tensor]:
     """Per column tr(DᵀHD) of the masked, the new and the stored weights, (K,), undamped; a product only where one is needed.
 
     The solver's objectives are float64 and of the damped problem, DᵀHD + λ‖D‖², so that they give the first two without any.
     """
-    dense_NK, mask_NK, new_NK, stored_NK = matrices
+    dense_NK, mask_NK, new_NK, solution = rebuilt.dense_NK, rebuilt.mask_NK, rebuilt.new_NK, rebuilt.solution
     if solution is None:
         new_K = energy(new_NK - dense_NK)
         masked_K = energy(dense_NK * mask_NK - dense_NK) if method.update == "own" else new_K  # otherwise they are the same

@@ -20,7 +20,7 @@ from qprecon.llm.lowbit.rounding import on_their_grid
 from qprecon.llm.masks import LayerData, Selection, Selector, get_selector
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.linears import LinearView
-from qprecon.llm.pruning.measure import Draft, Remark, Seconds, draft_rows
+from qprecon.llm.pruning.measure import Draft, Rebuilt, Remark, Seconds, draft_rows
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import LayerPlan, Part
 from qprecon.llm.statistics.block_grams import BlockGrams
@@ -52,17 +52,35 @@ def prune_parts(
     views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
     prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping, samples=tokens)
     idle = tokens == 0 or not bool(grams.hessian(views[0]).diagonal().any())  # every weight is as good as any other
-    taken = [part.taken for part in parts]
-    asked = asked_weights(views, grams, method.drift, method.residual, method.damping, taken)
+    asked = asked_weights(views, grams, method.drift, method.residual, method.damping, [part.taken for part in parts])
     if last:
         grams.forget_targets(views[0])
     idle_as = _ALL_ZERO if tokens else _NO_TOKEN
-    dense_NK, selection, remarks = choose_masks(
+    asked_NK, selection, remarks = choose_masks(
         parts, asked, prepared, 0 if idle else tokens, method, grams.output_scales, idle_as
     )
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
-    _lap(clock, dense_NK)
-    asked_NK, adapters, rounding = dense_NK, list[Adapter](), 0.0
+    _lap(clock, asked_NK)
+    rebuilt = rebuild_parts(parts, asked_NK, prepared, selection, method, idle)
+    notices = prepared.notices if rebuilt.solution is not None else ()
+    remarks = [replace(remark, note="; ".join(filter(None, (remark.note, *notices)))) for remark in remarks]
+    if last:
+        prepared.release()
+    stored_NK = write_parts(parts, rebuilt)
+    _lap(clock, asked_NK)
+    drafts = draft_rows(parts, prepared, tokens, rebuilt, stored_NK, method, remarks)
+    _lap(clock, asked_NK)
+    mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
+    seconds = Seconds.of(mask, update, measure, rebuilt.solution, rebuilt.rounding_seconds)
+    return [draft.timed(seconds.share(draft.width / asked_NK.shape[1])) for draft in drafts]
+
+
+def rebuild_parts(
+    parts: Sequence[Part], asked_NK: torch.Tensor, prepared: qprecon.PreparedHessian, selection: Selection, method: Method,
+    idle: bool,
+) -> Rebuilt:  # fmt: skip
+    """The new weights of parts side by side, on their grid; with adapters the two in turn. idle: H is zero."""
+    views, rounding = [part.view for part in parts], 0.0
 
     def attempt(target_NK: torch.Tensor) -> Attempt:
         nonlocal rounding
@@ -75,30 +93,25 @@ def prune_parts(
         rounding += span[1] - span[0]
         return Attempt(new_NK, solution, stored)
 
+    dense_NK, adapters = asked_NK, list[Adapter]()
     if method.adapter_rank and not idle:
         layers, dtype = [columns for _, columns in placed(parts)], views[0].dtype
         dense_NK, found, adapters = alternated(prepared, asked_NK, layers, method.adapter_rank, dtype, attempt)
     else:
         found = attempt(asked_NK)
     new_NK, solution, stored = found
-    notices = prepared.notices if solution is not None else ()
-    remarks = [replace(remark, note="; ".join(filter(None, (remark.note, *notices)))) for remark in remarks]
-    if last:
-        prepared.release()
+    return Rebuilt(asked_NK, dense_NK, selection.mask_NK, new_NK, solution, stored, adapters, rounding)
+
+
+def write_parts(parts: Sequence[Part], rebuilt: Rebuilt) -> torch.Tensor:
+    """Put new weights and adapters into the layers; what these hold then, (N, K)."""
     for part, columns in placed(parts):
-        part.view.write(stored.weights_NK[:, columns], part.taken)
-    for part, adapter in zip(parts, adapters, strict=False):
+        part.view.write(rebuilt.stored.weights_NK[:, columns], part.taken)
+    for part, adapter in zip(parts, rebuilt.adapters, strict=False):
         attach(part.view.module, adapter, part.view.dtype)
-    _lap(clock, dense_NK)
     # A float32 layer holds what was computed; any other dtype rounds it.
-    exact = new_NK.dtype == torch.float32 and all(view.dtype == torch.float32 for view in views)
-    stored_NK = stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
-    matrices = (dense_NK, selection.mask_NK, new_NK, stored_NK)
-    drafts = draft_rows(parts, prepared, tokens, matrices, solution, method, stored, remarks, asked_NK)
-    _lap(clock, dense_NK)
-    mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
-    seconds = Seconds.of(mask, update, measure, solution, rounding)
-    return [draft.timed(seconds.share(draft.width / dense_NK.shape[1])) for draft in drafts]
+    exact = rebuilt.new_NK.dtype == torch.float32 and all(part.view.dtype == torch.float32 for part in parts)
+    return rebuilt.stored.weights_NK if exact else _beside([part.view.weights_NK(columns=part.taken) for part in parts])
 
 
 def choose_masks(

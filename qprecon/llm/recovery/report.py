@@ -6,17 +6,15 @@ import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from qprecon.files import local_path, near
-from qprecon.llm.reporting.reading import read_json, validated
-from qprecon.llm.reporting.report import FORMAT, RECOVERY_NAME, STORED_DENSE
+from qprecon.llm.reporting.reading import FORMAT, Saved
+from qprecon.llm.reporting.report import RECOVERY_NAME, STORED_DENSE
 from qprecon.llm.storage.card import card_front
 
 
 @dataclass(frozen=True, repr=False)
-class RecoveryReport:
+class RecoveryReport(Saved):
     """The outcome of `recover`.
 
     losses: of each step taken, the mean a token (KL divergence from the dense model, in nats, and `hidden_weight` times the hidden
@@ -26,6 +24,8 @@ class RecoveryReport:
     trained. memory: estimated bytes by use. world_size: the ranks of the run; where there are several, `ranks` has each one's host,
     card and seconds, and `memory` is that of one of them.
     """
+
+    NAME: ClassVar[str] = RECOVERY_NAME
 
     losses: tuple[float, ...]
     held_out: tuple[dict[str, float], ...]
@@ -60,25 +60,6 @@ class RecoveryReport:
         if files is not None:
             data["files"] = sorted(files)
         return json.dumps(data, indent=1, allow_nan=False, default=str)  # paths and dtypes among the settings
-
-    def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
-        """Write the JSON to `path`; `files` as in `to_json`."""
-        path = local_path(path)
-        path.write_text(self.to_json(files) + "\n", encoding="utf-8")
-        return path
-
-    @classmethod
-    def load(cls, path: str | Path) -> RecoveryReport:
-        """The report that `save` wrote to `path`, a file or the output folder with it.
-
-        Raises FileNotFoundError: there is none. ValueError: it is not JSON, of another format, or a key is missing or of the wrong
-        type; file and key are named.
-        """
-        path = local_path(path)
-        path = path / RECOVERY_NAME if path.is_dir() else path
-        if not path.is_file():
-            raise FileNotFoundError(f"no such report: {path}{near(path)}")
-        return validated(cls, read_json(path, FORMAT), path)
 
     def summary(self) -> str:
         """The outcome in a few lines."""

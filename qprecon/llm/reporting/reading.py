@@ -1,17 +1,56 @@
-"""JSON files of a run, read into typed objects by pydantic; what is wrong with one is named by file and key."""
+"""Reports as JSON files: written, and read into typed objects by pydantic; what is wrong with one is named by file and key."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from qprecon import files
+from qprecon.files import local_path, near
 
 if TYPE_CHECKING:
     import pydantic
 
 Kind = TypeVar("Kind")
+Own = TypeVar("Own", bound="Saved")
+FORMAT = 1
+
+
+class Saved:
+    """A report, a dataclass, that is kept as JSON beside the weights. NAME: of its file in an output folder."""
+
+    NAME: ClassVar[str]
+
+    def to_json(self, files: Collection[str] | None = None) -> str:
+        """The report as JSON text. `files`: what was written with it."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
+        """Write the JSON to `path`; `files` as in `to_json`."""
+        path = local_path(path)
+        path.write_text(self.to_json(files) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls: type[Own], path: str | Path) -> Own:
+        """The report that `save` wrote to `path`, a file or the output folder with it.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is not JSON, of another format, or a key is missing or of the wrong type; file and key are named.
+        """
+        path = local_path(path)
+        path = path / cls.NAME if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"no such report: {path}{near(path)}")
+        return validated(cls, cls._restored(read_json(path, FORMAT)), path)
+
+    @classmethod
+    def _restored(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The fields as they were before `to_json` wrote what JSON has."""
+        return data
 
 
 def read_json(path: Path, form: int) -> dict[str, Any]:

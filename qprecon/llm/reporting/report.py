@@ -7,18 +7,15 @@ import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from qprecon.files import local_path, near
-from qprecon.llm.reporting.reading import read_json, validated
+from qprecon.llm.reporting.reading import FORMAT, Saved
 from qprecon.wording import counted
 
 STORED_DENSE = (
     "The weights are stored dense: this sparsity makes the file no smaller and, without kernels made for it, the model no faster."
 )
 REPORT_NAME, RECOVERY_NAME = "qprecon_report.json", "qprecon_recovery.json"  # of `prune_model` and of `recover`
-FORMAT = 1
 MUCH = 0.05  # of a model: what is left dense and is more is said first
 
 
@@ -74,7 +71,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True, repr=False)
-class PruneReport:
+class PruneReport(Saved):
     """The outcome of `prune_model`.
 
     `sparsity` is the share of zeros among the weights of pruned layers, `model_sparsity` among all parameters of the
@@ -83,6 +80,8 @@ class PruneReport:
     there are several ranks it is the first one's; `ranks` has each one's host, card, windows, seconds and bytes sent, and
     the seconds of a layer's row are the sum over the ranks that had columns of it.
     """
+
+    NAME: ClassVar[str] = REPORT_NAME
 
     layers: tuple[LayerRow, ...]
     sparsity: float
@@ -131,30 +130,12 @@ class PruneReport:
             data["files"] = sorted(files)
         return json.dumps(_plain(data), indent=1, allow_nan=False)
 
-    def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
-        """Write the JSON to `path`; `files` as in `to_json`."""
-        path = local_path(path)
-        path.write_text(self.to_json(files) + "\n", encoding="utf-8")
-        return path
-
     @classmethod
-    def load(cls, path: str | Path) -> PruneReport:
-        """The report that `save` wrote to `path`, a file or the output folder with it.
-
-        The gap of a column without any certificate is infinite again; other numbers that JSON lacks are NaN.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is not JSON, of another format, or a key is missing or of the wrong type; file and key are named.
-        """
-        path = local_path(path)
-        path = path / REPORT_NAME if path.is_dir() else path
-        if not path.is_file():
-            raise FileNotFoundError(f"no such report: {path}{near(path)}")
-        data = read_json(path, FORMAT)
+    def _restored(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """With the gap of a column without any certificate infinite again; other numbers that JSON lacks are NaN."""
         if isinstance(rows := data.get("layers"), list):
             data["layers"] = [_restored(row) if isinstance(row, dict) else row for row in rows]
-        return validated(cls, data, path)
+        return data
 
     def summary(self) -> str:
         """The outcome in a few lines."""

