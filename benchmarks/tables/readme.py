@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/performance.md": {
         "models": seconds.models,
         "phases": seconds.phases,
+        "starts": seconds.starts,
         "layers": seconds.layers,
         "tried": speed.tried,
         "parts": speed.layers,

@@ -63,6 +63,29 @@ def phases() -> str:
     return table(["model", *names, "all"], body) + "\n\n" + note
 
 
+_STARTS = (  # what, the table of a run, its phases, what the key has
+    ("the tokenizer, read", "lines", ("load",), ("load_tokenizer",)),
+    ("the tokenizer, written for a trial and at the end", "lines", ("load", "save"), ("check_writable", "_explain")),
+    ("the text through it", "lines", ("load",), ("tokenising.py", "windows.py")),
+    ("the model's class", "lines", ("load",), (" skeleton", "_config")),
+    ("the solver's trial problem", "lines", ("load",), ("backends/", "proof/", "problem/", "arrays/", "engine/", "_try_solve")),
+    ("attention, first uses", "functions", ("capture", "gram"), ("sdpa_attention_forward",)),
+)
+
+
+def starts() -> str:
+    """What is done once a run, of two small models."""
+    runs = [run for run in load("starts_gpu") if run["command"].startswith("benchmarks/models/end_to_end.py")]
+
+    def seconds(run: dict[str, Any], kind: str, phases: tuple[str, ...], keys: tuple[str, ...]) -> float:
+        lines = [item for phase in phases for item in run[kind].get(phase, {}).items()]
+        return sum(took for line, took in lines if any(key in line.split(" < ")[0] for key in keys))
+
+    body = [[what, *(f"{seconds(run, *where):.1f}" for run in runs)] for what, *where in _STARTS]
+    note = f"Seconds. {runs[0]['gpu']}, {runs[0]['date']}."
+    return table(["", *(run["model"] for run in runs)], body) + f"\n\n{note}"
+
+
 def costs() -> str:
     """What the presets take on a large shape."""
     runs = load("end_to_end_presets_h200")

@@ -130,7 +130,7 @@ def windows_together(
     """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16, or `most`.
 
     A number that divides that of all windows, if one is near: for a size of its own, the last pass would have libraries prepare
-    themselves once more (cuDNN's attention takes up to a second).
+    themselves once more, which takes attention up to a second.
     """
     if device.type == "cpu":
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -15,6 +16,7 @@ from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.lowbit.adapter import keep_adapters, recall_adapters
 from qprecon.llm.masks import get_selector
+from qprecon.llm.model.norms import fused_norms
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
 from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks, kept_scales
 from qprecon.llm.pruning.method import Method
@@ -52,7 +54,8 @@ def prune_blocks(
         for block in compress(plan.blocks, with_adapters):
             recall_adapters(source, block.name, source.model)
         return rows, None
-    with evaluation_mode(source.model):
+    norms = fused_norms(source.model, source.device) if method.fused_norms else nullcontext()
+    with evaluation_mode(source.model), norms:
         if get_selector(method.mask).model_level:
             with log.phase("learn masks"):
                 method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))

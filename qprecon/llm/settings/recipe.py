@@ -179,6 +179,10 @@ class Recipe:
         "float32 on a CPU without instructions for 16 bits)",
         LAYERS, choices=COMPUTE_DTYPES,
     )  # fmt: skip
+    fused_norms: bool = option(
+        True, "on a GPU, compute an RMS norm as one operation: what the model's own seven give, up to their rounding", LAYERS,
+        default="yes",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":
