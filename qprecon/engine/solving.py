@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qprecon.wording import counted
+
 from ..arrays.checksum import bits
 from ..arrays.interop import Array, cast, describe_device, from_core, synchronize
 from ..arrays.linalg import exact_float32
@@ -110,7 +112,7 @@ def _finish(record: Backend, shared: Shared, task: Task, limits: Limits, outcome
         return {}
     exact = shared.setup_in(registry.load(record, {}), task.backend.dtype)
     solve_again(Task(task.problem, task.cert, exact), limits, outcome, left, outcome.results.weights_NK)
-    return {"finished by": f"{record.name}: {len(left)} columns"}
+    return {"finished by": f"{record.name}: {counted(len(left), 'column')}"}
 
 
 def _assemble(task: Task, outcome: Outcome, request: Request, chosen: dict[str, Any], setup_seconds: float) -> Solution:

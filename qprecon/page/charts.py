@@ -169,9 +169,12 @@ class _Scale:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (at - low) / (high - low)
 
 
+_LARGEST = 1e300  # the end of every scale: percentages of what lies above overflow
+
+
 def _log_scale(values: Sequence[float]) -> _Scale:
     """Whole decades. Zeros have no logarithm: they are drawn on the lower edge."""
-    positive = [value for value in values if value > 0] or [1.0]
+    positive = [min(value, _LARGEST) for value in values if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     low -= (low == high) or any(value <= 0 for value in values)
     step = max(1, math.ceil((high - low) / 6))
@@ -181,6 +184,7 @@ def _log_scale(values: Sequence[float]) -> _Scale:
 
 def _linear_scale(values: Sequence[float], from_zero: bool = True) -> _Scale:
     """From 0, or the lowest round number below it, to a round number; not from_zero: from one below the least value."""
+    values = [max(-_LARGEST, min(value, _LARGEST)) for value in values]
     zero = [0.0] if from_zero else []
     low, high = min([*zero, *values]), max([*zero, *values])
     raw = (high - low if high - low > 1e-9 else 1.0) / 5  # all alike: any scale will do

@@ -9,7 +9,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ..wording import counted
+from qprecon.wording import counted
+
 from .charts import Series, bars, layer_chart
 from .recovered import recovered
 from .runs import RecoveryRun, Run
@@ -94,7 +95,7 @@ def _lead(run: Run) -> str:
     pattern = s.pattern if isinstance(s.pattern, str) else "patterns by layer"
     reached = "" if pattern == "given" else f" to {pattern}"
     return (
-        f"were pruned{reached} with {s.mask} masks; {update}. Calibration: {s.nsamples} windows of {s.seqlen} tokens, "
+        f"were pruned{reached} with {s.mask} masks; {update}. Calibration: {counted(s.nsamples, 'window')} of {s.seqlen} tokens, "
         f"seed {s.seed}, damping {s.damping}. {run.report.stored_as()}"
     )
 

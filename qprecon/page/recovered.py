@@ -6,6 +6,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from qprecon.wording import counted
+
 from .charts import Course, bars, step_chart
 from .runs import RecoveryRun
 from .tables import Table, duration, facts, perplexity_tiles, quality
@@ -37,10 +39,10 @@ def _lead(run: RecoveryRun) -> str:
     s, was = run.settings, run.report.pruned_with or {}
     pruned = f" They were pruned to {was['pattern']} with {was['mask']} masks." if {"pattern", "mask"} <= set(was) else ""
     return (
-        f"have the zeros that they had; {run.report.trained:,} weights were trained towards the dense model's predictions in "
-        f"{len(run.report.losses):,} steps of {s.batch} windows (AdamW, peak learning rate {s.lr:.3g}, temperature "
-        f"{s.temperature:g}). Text: {s.nsamples} windows of {s.seqlen} tokens, seed {s.seed}; {s.windows_held_out} of them were "
-        f"not trained on.{pruned}"
+        f"have the zeros that they had; {counted(run.report.trained, 'weight was', 'weights were')} trained towards the dense "
+        f"model's predictions in {counted(len(run.report.losses), 'step')} of {counted(s.batch, 'window')} (AdamW, peak learning "
+        f"rate {s.lr:.3g}, temperature {s.temperature:g}). Text: {counted(s.nsamples, 'window')} of {s.seqlen} tokens, "
+        f"seed {s.seed}; {counted(s.windows_held_out, 'of them was', 'of them were')} not trained on.{pruned}"
     )
 
 

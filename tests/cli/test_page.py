@@ -343,9 +343,9 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert len(set(runs._names([tmp_path, tmp_path]))) == 1  # the same run twice ends too
 
 
-@pytest.mark.parametrize("values", [[0.3, 1e-6], [0.0, 0.5], [1.0], [0.0], [1e-300, 1e300]])
+@pytest.mark.parametrize("values", [[0.3, 1e-6], [0.0, 0.5], [1.0], [0.0], [1e-300, 1e300], [1.0, float("inf")]])
 def test_scales_hold_their_values(values):
-    small = [v for v in values if v < 1e200]
+    small = [v for v in values if not 1e200 < v < float("inf")]
     for scale in (_log_scale(values), _linear_scale(small), _linear_scale(small, from_zero=False)):
         heights = [scale.y(value) for value in values]
         assert all(0 <= height <= 280 for height in heights)

@@ -20,6 +20,7 @@ from qprecon.contract.options import is_number
 from qprecon.files import local_path
 from qprecon.llm.calibration.sampling import calibration_windows
 from qprecon.llm.calibration.windows import describe_source, documents_of
+from qprecon.wording import counted
 
 _ROUNDED = 1e-3  # 0.333 three times is meant as a third each
 _WITH_COMMA = re.compile(r"\d*,\d+%?")
@@ -80,8 +81,8 @@ class Mixture:
         for (source, _), count, each in zip(self.sources, counts, wanted, strict=True):
             if count == 0:
                 raise ValueError(
-                    f"calibration: {float(each):.3g} of {nsamples} windows would be from {describe_source(source)}, which is none: "
-                    "give it a larger share or take more windows (nsamples)"
+                    f"calibration: {float(each):.3g} of {counted(nsamples, 'window')} would be from "
+                    f"{describe_source(source)}, which is none: give it a larger share or take more windows (nsamples)"
                 )
         return counts
 
@@ -105,7 +106,7 @@ def described(calibration: Any, nsamples: int) -> dict[str, Any]:
     if mixture is None:
         return {"calibration": describe_source(calibration)}
     sources = mixture.described(nsamples)
-    words = [f"{each['source']} ({100 * each['share']:.3g} %, {each['windows']:,} windows)" for each in sources]
+    words = [f"{each['source']} ({100 * each['share']:.3g} %, {counted(each['windows'], 'window')})" for each in sources]
     return {"calibration": " and ".join(words), "calibration_sources": sources}
 
 

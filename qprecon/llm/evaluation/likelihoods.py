@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from qprecon.wording import counted
+
 # Numbers in the logits of one batch on a GPU: 4 GB in float32. On a CPU small batches are as fast as large ones.
 GPU_LOGITS, CPU_LOGITS = 1 << 30, 1 << 24
 _MOST_ROWS = 512
@@ -50,7 +52,10 @@ def _rows(requests: Sequence[Request], longest: int) -> list[Row]:
     shared: dict[tuple[int, ...], list[int]] = {}
     for number, (context, continuation) in enumerate(requests):
         if not 0 < len(continuation) <= longest:
-            raise ValueError(f"a continuation has {len(continuation)} tokens, where the model takes 1 to {longest}")
+            raise ValueError(
+                f"request {number + 1:,} of {len(requests):,} is to continue with {counted(len(continuation), 'token')}, where the "
+                f"model takes 1 to {longest}"
+            )
         fed = (*context, *continuation)[-(longest + 1) : -1]  # nothing is read after the last token
         shared.setdefault(fed, []).append(number)
     return sorted(shared.items(), key=lambda row: -len(row[0]))

@@ -18,7 +18,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from qprecon.files import local_path
-from qprecon.llm.calibration.documents import json_rows
+from qprecon.llm.calibration.documents import half_character, json_rows
 
 Row = dict[str, Any]
 
@@ -81,6 +81,8 @@ def local_rows(name: str, data_dir: str | Path) -> list[tuple[Any, Row]]:
     for place, row in json_rows(path):
         try:
             _need(row, task.fields)
+            if (half := half_character(json.dumps(row, ensure_ascii=False))) is not None:
+                raise ValueError(f"{half!a} in the row is half of a character, as cutting UTF-16 leaves it")
             rows.append((row[task.limit_by] if task.limit_by else None, task.prepare(row)))
         except ValueError as error:
             raise ValueError(f"{path}, {place}: {error}") from error

@@ -22,6 +22,7 @@ from qprecon.llm.calibration.windows import (
     cut_windows,
     is_text,
 )
+from qprecon.llm.files.kinds import check_language_model
 from qprecon.llm.model.blocks import check_finite
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
@@ -111,7 +112,9 @@ def perplexity(
     check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
     autocast = None if autocast is None else as_dtype(autocast)
     check_unwrapped(model)
-    if isinstance(model, str | Path):  # the text is looked at before the weights are loaded
+    if not isinstance(model, str | Path):
+        check_language_model(model)
+    else:  # the text is looked at before the weights are loaded
         model = model_folder(model)
         check_length(load_config(model), seqlen)
         if tokenizer is None and is_text(tokens_or_text):

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qprecon.wording import counted
+
 PAPER_TASKS = ("mmlu", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
 
 
@@ -73,7 +75,7 @@ class TaskScores:
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         words = [f"LAMBADA perplexity {s.perplexity:.2f}" for s in self.scores if s.perplexity is not None]
-        part = "all items" if self.limit is None else f"the first {self.limit} items a task or subject"
+        part = "all items" if self.limit is None else f"the first {counted(self.limit, 'item')} a task or subject"
         return "\n".join([*table, *words, f"zero-shot, in %, {part}, {self.source}, {self.seconds:.0f} s"])
 
 

@@ -20,6 +20,7 @@ from qprecon.llm.evaluation.likelihoods import log_likelihoods
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
 from qprecon.llm.files.hub import offline_if_silent
+from qprecon.llm.files.kinds import check_language_model
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
@@ -96,6 +97,8 @@ def evaluate_tasks(
         ValueError: a local file that is missing or has bad rows; all before the model is loaded.
     """
     check_unwrapped(model)
+    if not isinstance(model, str | Path):
+        check_language_model(model)
     names = check_tasks(tasks, data_dir=data_dir, limit=limit)
     bar = progress_mode(progress) == "bar"
     started = time.perf_counter()

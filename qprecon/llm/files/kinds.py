@@ -109,7 +109,7 @@ def check_causal(model: str, config: Any) -> None:
     import transformers
 
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{model} is an encoder-decoder model ({config.model_type}); only decoders are pruned here")
+        raise ValueError(f"{model} is an encoder-decoder model ({config.model_type}); only decoders are taken here")
     if _known(transformers.AutoModelForCausalLM, config):
         return
     name = next(iter(getattr(config, "architectures", None) or []), config.model_type)
@@ -128,7 +128,7 @@ def check_language_model(model: Any, argument: str = "model") -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"{argument}: {type(model).__name__} is an encoder-decoder model; what its decoder is given depends on another text "
-            "for the encoder, and only models that read one text can be pruned"
+            "for the encoder, and only models that read one text are taken here"
         )
     try:
         embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None

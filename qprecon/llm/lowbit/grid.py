@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -54,10 +54,21 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | N
         _check_written(views, model, grid)
 
 
-def read_unpacked_only(recipe: Recipe, views: Sequence[LinearView], model: nn.Module) -> str | None:
-    """Of files that transformers cannot open without unpacking them: the first layer that is why. None of all others."""
+def reading_notes(recipe: Recipe, views: Sequence[LinearView], model: nn.Module) -> Iterator[str]:
+    """What to know of files that transformers does not read as they are, or not in the usual way."""
+    import transformers
+
     grid = None if recipe.quantize == "none" else grid_of(recipe, views[0].dtype)
-    return None if grid is None else needs_unpacking(model, grid, views)
+    if grid is not None and (layer := needs_unpacking(model, grid, views)) is not None:
+        yield (
+            "the output is read with quantization_config=CompressedTensorsConfig(run_compressed=False) only: to make its class, "
+            f"transformers asks for the weight of {layer}, which is packed"
+        )
+    if recipe.quantize == "nvfp4" and transformers.__version__.startswith("4."):
+        yield (
+            f"transformers {transformers.__version__} rounds the scales of nvfp4 as it reads them, so that weights are up to 1 % "
+            "off those in the files; transformers 5 reads them as they are"
+        )
 
 
 def _check_written(views: Sequence[LinearView], model: nn.Module, grid: Grid) -> None:

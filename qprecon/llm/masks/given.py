@@ -32,7 +32,7 @@ from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
 from qprecon.llm.masks.packed import packed_shapes, unpack
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.wording import did_you_mean
+from qprecon.wording import counted, did_you_mean
 
 if TYPE_CHECKING:
     from qprecon.llm.model.linears import Stored
@@ -243,4 +243,4 @@ def as_bool(value: object, name: str) -> torch.Tensor:
 
 def _listed(names: Collection[str], most: int = 5) -> str:
     shown = ", ".join(list(names)[:most])
-    return f"{len(names)} masks ({shown}{', ...' if len(names) > most else ''})"
+    return f"{counted(len(names), 'mask')} ({shown}{', ...' if len(names) > most else ''})"

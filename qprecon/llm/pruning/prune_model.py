@@ -16,7 +16,7 @@ from qprecon.llm.calibration.mixture import described
 from qprecon.llm.calibration.samples import samples_for_all
 from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
-from qprecon.llm.lowbit.grid import check_grid, grid_of, read_unpacked_only
+from qprecon.llm.lowbit.grid import check_grid, grid_of, reading_notes
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device, model_folder
 from qprecon.llm.pruning.allocation import ByLoss, Owl, allocation_asked, owl_plan
@@ -209,11 +209,8 @@ def _opened(
     views = [layer.view for layers in plan.layers for layer in layers]
     with log.library_bars():
         check_grid(method, views, found.model if out is not None else None)
-    if out is not None and (layer := read_unpacked_only(method, views, found.model)) is not None:
-        log.note(
-            f"the output is read with quantization_config=CompressedTensorsConfig(run_compressed=False) only: to make its class, "
-            f"transformers asks for the weight of {layer}, which is packed"
-        )
+    for note in reading_notes(method, views, found.model) if out is not None else ():
+        log.note(note)
     check_adapters(method.adapter_rank, views, found.model)
     method = with_given_masks(method, plan, found.model, recipe.amount_stated)
     folder = None if found.shards is None else found.shards.folder

@@ -16,6 +16,7 @@ from qprecon.llm.calibration.mixture import described
 from qprecon.llm.calibration.samples import samples_for_all
 from qprecon.llm.lowbit.adapter import FOLDER as ADAPTER_FOLDER
 from qprecon.llm.model.blocks import find_blocks
+from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
@@ -178,6 +179,8 @@ def _opened(
         saved = masks_beside(model) if masks is None else None
         selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks if saved is None else saved)
         _say_what_stays(model, selected, saved, log)
+        if ranks.first and sees_later_tokens(pair.model):
+            log.note(f"{unpredicting(type(pair.model).__name__)}: the perplexities mean nothing, the divergence does")
         check_dense(pair.dense, selected.pruned)
         if out is not None and ranks.first:
             check_writable(pair.model, pair.tokenizer)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from qprecon.llm.reporting.reading import FORMAT, Saved
 from qprecon.llm.reporting.report import RECOVERY_NAME, STORED_DENSE
 from qprecon.llm.storage.card import card_front
+from qprecon.wording import counted
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,8 +66,9 @@ class RecoveryReport(Saved):
         """The outcome in a few lines."""
         steps = len(self.losses)
         lines = [
-            f"{self.layers} pruned layers, {self.sparsity:.2%} zeros held; {self.trained:,} weights trained in {steps} steps",
-            f"perplexity on {self.settings['windows_held_out']} windows held out: {self.perplexity_before:.3f} before, "
+            f"{counted(self.layers, 'pruned layer')}, {self.sparsity:.2%} zeros held; {counted(self.trained, 'weight')} trained in "
+            f"{counted(steps, 'step')}",
+            f"perplexity on {counted(self.settings['windows_held_out'], 'window')} held out: {self.perplexity_before:.3f} before, "
             f"{self.perplexity_stored:.3f} as stored, {self.perplexity_dense:.3f} of the dense model",
             f"divergence from the dense model: {self.held_out[0]['loss']:.4g} before, {self.loss_stored:.4g} as stored "
             f"(best after step {self.best_step})",
@@ -79,7 +81,8 @@ class RecoveryReport(Saved):
 
     def __repr__(self) -> str:
         before, after = self.perplexity_before, self.perplexity_stored
-        return f"RecoveryReport({len(self.losses)} steps, held-out perplexity {before:.3f} -> {after:.3f}; print it for a summary)"
+        steps = counted(len(self.losses), "step")
+        return f"RecoveryReport({steps}, held-out perplexity {before:.3f} -> {after:.3f}; print it for a summary)"
 
     def model_card(self) -> str:
         """A short README.md for the output folder."""
@@ -90,13 +93,13 @@ class RecoveryReport(Saved):
         return (
             f"{card_front(settings['dense'])}"
             f"# Pruned and recovered {settings['dense']}\n\n"
-            f"A pruned model ({self.layers} linear layers, {self.sparsity:.2%} of their weights zero{made}) whose kept weights "
-            f"were trained with qprecon {self.versions['qprecon']} towards the dense model's predictions. Every pruned weight is "
-            "still zero.\n\n"
+            f"A pruned model ({counted(self.layers, 'linear layer')}, {self.sparsity:.2%} of their weights zero{made}) whose kept "
+            f"weights were trained with qprecon {self.versions['qprecon']} towards the dense model's predictions. Every pruned "
+            "weight is still zero.\n\n"
             f"- Loss: KL divergence at temperature {settings['temperature']}; AdamW, peak learning rate {settings['lr']:.3g}, "
-            f"{len(self.losses)} steps of {settings['batch']} windows, seed {settings['seed']}\n"
-            f"- Text: {settings['nsamples']} windows of {settings['seqlen']} tokens{source}; {settings['windows_held_out']} of "
-            "them were not trained on\n"
+            f"{counted(len(self.losses), 'step')} of {counted(settings['batch'], 'window')}, seed {settings['seed']}\n"
+            f"- Text: {counted(settings['nsamples'], 'window')} of {settings['seqlen']} tokens{source}; "
+            f"{counted(settings['windows_held_out'], 'of them was', 'of them were')} not trained on\n"
             f"- Perplexity on these: {self.perplexity_before:.3f} as pruned, {self.perplexity_stored:.3f} as stored, "
             f"{self.perplexity_dense:.3f} of the dense model\n\n"
             f"{STORED_DENSE} Measure the quality on your own task before use.\n\n"

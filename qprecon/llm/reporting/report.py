@@ -153,8 +153,8 @@ class PruneReport(Saved):
             columns = sum(row.n_outputs for row in self.layers)
             late = sum(row.uncertified or 0 for row in self.layers)
             lines.append(
-                f"largest certified relative gap {self.largest_gap:.2e}; {late} of {columns} columns above the tolerance, "
-                f"{self.fallbacks} kept the weights that they started from"
+                f"largest certified relative gap {self.largest_gap:.2e}; {late} of {counted(columns, 'column')} above the "
+                f"tolerance, {self.fallbacks} kept the weights that they started from"
             )
         if gaps := [row.stored_gap for row in self.layers if row.stored_gap is not None and math.isfinite(row.stored_gap)]:
             most, mean = max(gaps), math.fsum(gaps) / len(gaps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
+from qprecon.wording import counted
 
 
 def card_front(base: Any) -> str:
@@ -27,12 +28,12 @@ def model_card(report: PruneReport) -> str:
     return (
         f"{card_front(base)}"
         f"# Pruned {base or 'model'}\n\n"
-        f"Pruned with qprecon {report.versions['qprecon']}: {len(report.layers)} linear layers, "
+        f"Pruned with qprecon {report.versions['qprecon']}: {counted(len(report.layers), 'linear layer')}, "
         f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"
         f"{dense}\n"
         f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
         f"- Preset: {settings.get('preset', 'fast')}; the report has every setting\n"
-        f"- Calibration: {settings['nsamples']} windows of {settings['seqlen']} tokens, seed {settings['seed']}"
+        f"- Calibration: {counted(settings['nsamples'], 'window')} of {settings['seqlen']} tokens, seed {settings['seed']}"
         f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"
         f"{gap}"
         f"- Mean relative reconstruction error of a layer{f' ({report.measure})' if report.measure else ''}: "

@@ -6,6 +6,7 @@ and removes the rest once the new one is there. What is read lies elsewhere (`ch
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -25,15 +26,15 @@ def saving_folder(out: Path) -> Path:
 def put(folder: Path, out: Path) -> None:
     """Give `folder` the name `out`; what had it goes."""
     if not out.is_dir():
-        os.replace(folder, out)
+        _rename(folder, out)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}.{_OLD}.", dir=out.parent))
     try:
-        os.replace(out, old)  # onto an empty folder; then the name is free
-        os.replace(folder, out)
+        _rename(out, old)  # onto an empty folder; then the name is free
+        _rename(folder, out)
     except BaseException:
         if not out.exists():
-            os.replace(old, out)
+            _rename(old, out)
         raise
     finally:
         if out.exists():
@@ -44,7 +45,28 @@ def restore(out: Path) -> None:
     """Bring back an output that a run was replacing when it was killed. Only for who has claimed `out`."""
     olds = [old for old in _left(out, _OLD) if any(old.iterdir())]
     if olds and not out.exists():
-        os.replace(olds[0], out)
+        _rename(olds[0], out)
+
+
+# What file systems say that rename files only: overlays of containers of a folder from a layer below, buckets mounted as folders.
+_NO_RENAME = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMFILE)
+
+
+def _rename(folder: Path, name: Path) -> None:
+    """Give a folder another name, free or of an empty folder; file by file where the file system renames no folders."""
+    try:
+        os.replace(folder, name)
+    except OSError as error:
+        if error.errno not in _NO_RENAME:
+            raise
+        name.mkdir(exist_ok=True)
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                _rename(path, name / path.name)
+            else:
+                shutil.move(path, name / path.name)  # copies where it must
+        shutil.copystat(folder, name)
+        folder.rmdir()
 
 
 def tidy(out: Path) -> None:

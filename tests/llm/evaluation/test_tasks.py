@@ -209,6 +209,10 @@ def test_groups_of_the_hub_count_their_subjects():
     [
         ("piqa_valid.jsonl", '{"goal": "a", "sol1": "b", "label": 0}', "line 1: the row lacks sol2"),
         ("piqa_valid.jsonl", "{}\n[", "line 1: the row lacks goal"),
+        (
+            "piqa_valid.jsonl", '{"goal": "a\\ud800", "sol1": "b", "sol2": "c", "label": 0}',
+            r"line 1: '.ud800' in the row is half of a character",
+        ),
         ("piqa_valid.jsonl", "no", "line 1: not JSON"),
         ("piqa_valid.jsonl", "", "is empty"),
             ("piqa_valid.jsonl", "\n", "no rows"),

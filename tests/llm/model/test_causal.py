@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers as tf
 
-from qprecon.llm import perplexity, prune_model
+from qprecon.llm import perplexity, prune_model, recover
 from qprecon.llm.model.causal import sees_later_tokens
 from tests.llm.families import FAMILIES, VOCAB, build, tokens
 from tests.llm.toy_text import toy_tokenizer
@@ -69,6 +69,30 @@ def test_what_needs_a_loss_of_them_is_refused_before_the_work(kind):
         perplexity(model, tokens(2), seqlen=16)
     assert all(torch.equal(own, before[name]) for name, own in model.state_dict().items())
     assert prune_model(model, tokens(2), progress=False, preset="fast").largest_gap <= 1e-4
+
+
+def test_a_recovery_says_that_perplexities_mean_nothing():
+    dense = bert()
+    model = bert()
+    prune_model(model, tokens(2), progress=False, preset="fast")
+    report = recover(model, dense, tokens(4), progress=False, passes=1)
+    assert any("BertLMHeadModel" in note and "perplexities mean nothing" in note for note in report.warnings)
+    llama = build("llama")
+    prune_model(llama, tokens(2), progress=False, preset="fast")
+    assert not any("perplexities" in note for note in recover(llama, build("llama"), tokens(4), progress=False, passes=1).warnings)
+
+
+@pytest.mark.parametrize("kind", ["encoder-decoder", "no language model"])
+def test_what_is_no_language_model_has_no_perplexity(kind):
+    """As prune_model says it; these were errors of the library from within."""
+    if kind == "encoder-decoder":
+        model = tf.T5ForConditionalGeneration(tf.T5Config(vocab_size=VOCAB, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4))
+    else:
+        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8)
+        model = tf.ViTForImageClassification(tf.ViTConfig(**sizes))
+    for measure in (perplexity, prune_model):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} .*{kind}"):
+            measure(model, tokens(2))
 
 
 def test_a_folder_of_one(tmp_path):

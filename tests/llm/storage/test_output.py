@@ -1,5 +1,6 @@
 """The output folder: complete or absent, and never over something else."""
 
+import errno
 import json
 import os
 
@@ -199,6 +200,30 @@ def test_the_folder_that_the_command_runs_in_is_not_replaced(tmp_path, monkeypat
                 prune(build("llama"), name)
     monkeypatch.chdir(tmp_path)
     prune(build("llama"), "out/inside")
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("error", [errno.EXDEV, errno.EMFILE])
+def test_a_file_system_that_renames_no_folders(where, error, tmp_path, monkeypatch):
+    """As a container's overlay does with a folder of its image, and a bucket that is mounted: the work was lost at its end."""
+    replace = os.replace
+
+    def refused(source, target):
+        if os.path.isdir(source):
+            raise OSError(error, os.strerror(error))
+        replace(source, target)
+
+    model = build("llama")
+    model.save_pretrained(tmp_path / "dense")
+    monkeypatch.setattr(os, "replace", refused)
+    for pattern in ("50%", "60%"):
+        given = build("llama") if where == "memory" else tmp_path / "dense"
+        prune(given, tmp_path / "out", save_masks=True, adapter_rank=2, pattern=pattern, update="optimal", preset="fast")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
+        assert json.loads((tmp_path / "out" / "qprecon_report.json").read_text())["settings"]["pattern"] == pattern
+        assert (tmp_path / "out" / "adapter" / "adapter_config.json").is_file()
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 97
+    output.check_output(tmp_path / "out")
 
 
 def test_masks_that_are_read_are_not_replaced(tmp_path):
