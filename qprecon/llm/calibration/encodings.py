@@ -62,6 +62,8 @@ def token_rows(tokens: torch.Tensor, what: str) -> list[torch.Tensor]:
         raise ValueError(f"{what} has shape {tuple(tokens.shape)}; token ids are (T,) or (S, L)")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"{what} has dtype {tokens.dtype}; token ids are integers")
+    if tokens.layout != torch.strided or tokens.is_meta:
+        raise TypeError(f"{what} is a {'meta' if tokens.is_meta else 'sparse'} tensor; token ids are dense ones")
     rows = tokens.detach().to("cpu", torch.int64)
     return [rows] if rows.ndim == 1 else list(rows)
 

@@ -10,7 +10,7 @@ from torch import nn
 from qprecon.llm.calibration.encodings import as_tensors, encoded_rows, token_rows
 from qprecon.llm.calibration.mixture import as_mixture, mixture_windows
 from qprecon.llm.calibration.sampling import calibration_windows
-from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows
+from qprecon.llm.calibration.windows import CUT_THEM, USE_SEQLEN, check_length, check_windows, documents_of, is_text
 from qprecon.llm.ranks.group import Ranks
 
 
@@ -49,6 +49,8 @@ def calibration_samples(
         drawn = mixture_windows(mixture, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)
         windows, remedy = list(drawn), USE_SEQLEN
     else:
+        if not is_text(calibration) and not documents_of(calibration):
+            raise ValueError("calibration: no text and no tokens")
         check_length(model.config, seqlen)  # before any text is fetched
         cut = calibration_windows(calibration, tokenizer=tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed)
         windows, remedy = list(cut), USE_SEQLEN

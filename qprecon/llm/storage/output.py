@@ -50,8 +50,10 @@ def check_output(out: str | Path) -> Path:
 
     Raises FileExistsError for a file, a folder that holds something else (the files are named), is a mount point or the one that
     the process runs in, and links that lead to one another; PermissionError where no folder can be made; ValueError for a name of
-    nothing but blanks.
+    nothing but blanks; TypeError for what is no path.
     """
+    if not isinstance(out, str | os.PathLike) or isinstance(os.fspath(out), bytes):
+        raise TypeError(f"out: the path of a folder, got {out!r}")
     if not os.fspath(out).strip():  # a variable of a shell that is not set
         raise ValueError("the name of the output folder is empty")
     out = _followed(out)

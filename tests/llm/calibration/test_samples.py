@@ -59,9 +59,17 @@ def test_arrays_and_lists_that_are_no_tokens():
         ([[10**30, 1]], "64 bits"),
         ([[97, 1]], "token id 97 is outside"),
         ([list(range(65))], "windows of tokens are taken as they are"),
+        (tokens(2).to_sparse(), "sparse tensor"),
+        (tokens(2).to("meta"), "meta tensor"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             samples_of(model, given)
+
+
+@pytest.mark.parametrize("given", [None, 5, {1, 2}, b"abc", iter(tokens(2)), ["a", tokens(1)], [None], []])
+def test_what_is_no_calibration_is_not_answered_with_its_length(given):
+    with pytest.raises((TypeError, ValueError), match="a string, a list of strings, an integer tensor|no text and no tokens"):
+        samples_of(build("llama"), given, seqlen=2048)
 
 
 def test_bad_calibration():

@@ -180,6 +180,9 @@ def test_where_nothing_can_be_written_is_refused_first(tmp_path, monkeypatch):
     for out in ("a", "a/out"):
         with pytest.raises(FileExistsError, match="leads back to itself"):
             output.check_output(tmp_path / out)
+    for out in (5, b"out"):
+        with pytest.raises(TypeError, match="out: the path of a folder, got"):
+            prune(build("llama"), out)
     with pytest.raises(FileExistsError, match="file, which is a file"):
         output.check_output(tmp_path / "file" / "out")
     with monkeypatch.context() as patch, pytest.raises(FileExistsError, match="is a mount point"):
