@@ -36,6 +36,9 @@ _FEW, _FEW_LEFT = 64, "few left"
 """When so few columns are left for a second time, they go on alone: a wide iteration costs the same for all, and the columns that
 take long are as a rule those that the rounding of the pieces holds up. In the 8B shape's second block one chunk of 2048 columns
 took 150 iterations for a column that then broke down, the other one 21 (an H200)."""
+_RECORDED_LATE = 10
+"""The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
+over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""
 _PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
 
 
@@ -172,8 +175,9 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     state, out = State.begin(chunk, ops, every), None
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     step, best, before = state.step, (0, np.inf), chunk.start_NK.shape[1]
+    first_recorded = 2 if before > _FEW else _RECORDED_LATE
     for iteration in range(1, limit + 1):
-        if iteration == 2 and ops.takes_no_memory:
+        if iteration == first_recorded and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
         step()
         if iteration % every and iteration != limit:
