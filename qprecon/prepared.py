@@ -231,8 +231,8 @@ def prepare(
             or solves refuse it.
         damping: δ ≥ 0, a ridge λ = δ · mean(diag H) towards the dense weights; 0.01 is usual.
         like: an array of the same kind and on the same device as the weights to come, if they differ from H's.
-        samples: how many rows X has, if known. Where they are much fewer than the kept inputs, pcg takes a tenth to a third of
-            the time.
+        samples: how many rows X has, if known. Where they are fewer than the kept inputs, pcg needs far fewer iterations
+            (docs/backends.md). A wrong number costs time, no accuracy.
 
     Raises:
         ValueError: H is not square, not finite, not symmetric, or has a negative diagonal entry; damping is negative; samples

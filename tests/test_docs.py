@@ -82,7 +82,7 @@ def test_scripts_take_the_flags_that_it_shows(page):
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
-    for name, rest in re.findall(r"(benchmarks/[\w/]+\.py)((?: [^`\n#,;)]*)?)", text):
+    for name, rest in re.findall(r"(benchmarks/[\w/]+\.py)((?: (?!benchmarks/)[^\s`#,;)]*)*)", text):
         source = source_of(ROOT / name)
         assert [flag for flag in re.findall(r"(?<= )--[a-z][\w-]*", rest) if f'"{flag}"' not in source] == [], name
 

@@ -68,3 +68,20 @@ def test_the_times_in_the_help_are_those_of_the_results():
     assert f"about {words[times['best']]} times as long)" in option.help
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"takes about {shares[times['balanced']]} of the time of `balanced`" in readme
+
+
+def test_the_gains_of_refinement_and_recovery_in_words_are_those_of_the_results():
+    """docs/reproducing.md compares them in a sentence."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "quality_smollm2-135m.json").read_text())
+    best = {"preset": "best", "pattern": "50%", "calibration": "wikitext2", "seed": 0, "eval_windows": None}
+    rows = [row for row in rows if best.items() <= row.items()]
+
+    def gains(before, after):
+        return [round(100 * (1 - after["perplexity"][text] / before["perplexity"][text])) for text in ("wikitext2", "c4")]
+
+    refined = {tuple(row["ingredients"]): row for row in rows if row["split"] == "validation" and not row["recovered"]}
+    wikitext, c4 = gains(refined[()], refined["refine=block",])
+    on_test = {row["recovered"]: row for row in rows if row["split"] == "test" and not row["ingredients"]}
+    page = " ".join((ROOT / "docs" / "reproducing.md").read_text().split())
+    recovered = gains(on_test[False], on_test[True])[0]
+    assert f"gains {wikitext} % on WikiText-2 and {c4} % on C4, where `recover` gains {recovered} %" in page

@@ -42,10 +42,12 @@ def measure(bench: Bench, case: Case, recovering: str) -> Iterator[dict]:
 
         dense, _ = load_causal_lm(bench.arguments.model, device=bench.device, dtype=bench.arguments.dtype)
         windows, started = bench.calibration(case), time.perf_counter()
-        recover(bench.model, dense, windows, device=bench.device, progress=False)
+        trained = recover(bench.model, dense, windows, device=bench.device, progress=False)
         wait(bench)
         seconds += time.perf_counter() - started
         del dense
+        looks = [[look["step"], round(look["loss"], 4)] for look in trained.held_out]
+        more["recovery"] = {"held_out": looks, "steps": len(trained.losses), "best_step": trained.best_step}
         yield from scored(bench, identity(bench, case, True) | result(bench, case, seconds) | more)
 
 

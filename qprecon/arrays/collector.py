@@ -16,14 +16,14 @@ def no_collection(for_good: bool = False) -> Iterator[None]:
     that is part of a cycle is not freed meanwhile.
 
     for_good: objects that exist at the end are never collected (``gc.freeze``). Only for a process of our own, as a cycle that the
-    caller made before would then stay.
+    caller made before would then stay. Where this was done before, it is done again.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if for_good:
+        if for_good or gc.get_freeze_count():  # else the collector would go through all that is new at once
             gc.freeze()
         if enabled:
             gc.enable()

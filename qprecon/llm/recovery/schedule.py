@@ -26,6 +26,11 @@ class Schedule:
     lr: float
     warmup: int
 
+    @property
+    def settles(self) -> float:
+        """After how many steps the rate is half of the peak; from there on it only falls."""
+        return (self.warmup + len(self.steps)) / 2
+
     def rate(self, step: int) -> float:
         """The learning rate of step `step`, from 0."""
         if step < self.warmup:

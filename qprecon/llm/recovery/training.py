@@ -176,7 +176,7 @@ def train_on(
     log.step(CONTINUING if course.step else "recover", course.step)
     if not course.looks:
         _look(run, held_out)
-    while course.step < len(schedule.steps) and not _is_over(course, patience):
+    while course.step < len(schedule.steps) and not _is_over(course, schedule, patience):
         with log.phase("train"):
             windows = [run.windows[index] for index in schedule.steps[course.step]]
             course.pending.append(_tried(run, partial(gradients, run.distillation, windows)))
@@ -221,11 +221,14 @@ def _snapshot(run: Run) -> list[torch.Tensor]:
     return [run.held.zero(index, value.to(dtype, copy=True)).cpu() for index, (value, dtype) in enumerate(values)]
 
 
-def _is_over(course: Course, patience: int) -> bool:
-    """Whether the last `patience` looks brought no gain over the looks before them. The start does not count: while the learning
-    rate is high, a model that was nearly optimal gets worse than at the start, and better again as the rate falls."""
-    losses = [look.loss for _, look in course.looks[1:]]
-    return len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+def _is_over(course: Course, schedule: Schedule, patience: int) -> bool:
+    """Whether the loss falls no more: none of the last `patience` looks is below the one before them.
+
+    Only looks at a rate of half the peak or less count. At a high rate a model that was nearly optimal gets worse than it was, and
+    stays so for many steps: the gain comes as the rate falls.
+    """
+    losses = [look.loss for step, look in course.looks if step >= schedule.settles][-patience - 1 :]
+    return len(losses) > patience and min(losses[1:]) >= losses[0]
 
 
 def _due(save_steps: int | None) -> Callable[[int], bool]:

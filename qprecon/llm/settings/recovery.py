@@ -54,8 +54,9 @@ class Recovery:
         0.0, "how much the relative squared error of the blocks' outputs counts beside the predictions", TRAINING, least=0
     )
     patience: int = option(
-        4, "stop after so many measurements on the windows held out, two a pass, without a gain since training began", TRAINING,
-        least=1,
+        4,
+        "stop after so many measurements on the windows held out, two a pass, without a gain; it counts from half the peak rate on",
+        TRAINING, least=1,
     )
     optimizer_state: str = option(
         "auto", "on the device in float32, in the host's memory, or in 8 bits (needs torchao); auto takes the first that fits",

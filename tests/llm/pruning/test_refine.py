@@ -123,6 +123,13 @@ def test_halves_end_at_what_enters_the_next_half(monkeypatch):
     assert ends == [(7, None)]
 
 
+def test_every_block_has_an_order_of_its_own(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(_Task, "train", lambda task, options, seed: seeds.append(seed) or 0.0)
+    prune(build("llama"), tokens(2), refine="block", seed=5)
+    assert seeds == [5, 6, 7]
+
+
 @pytest.mark.parametrize("settings, words", [
     ({"refine": "all"}, "refine"), ({"refine_options": {"passes": 0}}, "passes"), ({"refine_options": {"lr": 0}}, "lr"),
     ({"refine_options": {"teacher": 2}}, "teacher"), ({"refine_options": {"speed": 2}}, "speed"),

@@ -69,15 +69,15 @@ def test_families_with_all_of_them_trained(family):
     "settings",
     [
         {"checkpointing": True}, {"hidden_weight": 0.5}, {"batch": 1, "lr": 1e-4}, {"batch": 5, "weight_decay": 0.1},
-        {"patience": 1, "lr": 0.2, "passes": 10}, {"dtype": torch.bfloat16}, {"optimizer_state": "host"},
+        {"patience": 1, "lr": 1e-12, "passes": 10}, {"dtype": torch.bfloat16}, {"optimizer_state": "host"},
     ],
     ids=str,
 )  # fmt: skip
 def test_settings(settings):
-    """A batch of one leaves a rank without a window; a high rate stops early, on all ranks alike."""
+    """A batch of one leaves a rank without a window; a rate that changes nothing stops early, on all ranks alike."""
     one, found = recovered(0, **settings), processes(2, lambda rank: recovered(rank, **settings))
     if "patience" in settings:
-        assert all(len(report.losses) == len(one[0].losses) < 6 for report, _, _ in found)
+        assert all(len(report.losses) == len(one[0].losses) < 30 for report, _, _ in found)
     elif "dtype" in settings:  # a sum in another order may round to the next number
         assert all(held for _, _, held in found)
         assert all(each[0].perplexity_stored == pytest.approx(one[0].perplexity_stored, rel=1e-3) for each in found)
