@@ -1,6 +1,7 @@
 """Which room of the core may import which. `qprecon.llm` has a test of its own (tests/llm/test_imports.py)."""
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
@@ -45,6 +46,39 @@ def test_a_room_imports_none_that_builds_on_it(room):
 @pytest.mark.parametrize("path", sorted((PACKAGE / "backends").rglob("*.py")), ids=lambda path: path.stem)
 def test_a_solver_imports_nothing_above_it(path):
     assert not rooms_imported(path) & {"engine", "data", "llm", "cli", "page", "demo"}
+
+
+def modules_imported(path: pathlib.Path, modules: dict[str, pathlib.Path]) -> set[str]:
+    """The package's modules that one imports, in functions too. What a folder's `__init__` loads from it when asked is left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            base = absolute(path, node)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else base for name in names if path.name != "__init__.py" or node in tree.body}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if modules.get(name, path) != path}
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first one named again at the end; empty if there are none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    paths = [*PACKAGE.rglob("*.py")]
+    modules = {".".join([PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts]): path for path in paths}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph = {name: modules_imported(path, modules) for name, path in modules.items()}
+    assert len(graph) > 200 and "qprecon.backends._pcg.fused" in graph["qprecon.backends._pcg.vectors"]
+    assert circle_in(graph) == []
+    assert circle_in(graph | {"qprecon.arrays.interop": {"qprecon.prepared"}}) != []
 
 
 def test_no_folder_is_a_floor():

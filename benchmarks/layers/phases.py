@@ -6,7 +6,8 @@
 ``seconds`` is the median of whole calls that nothing looks into, ``first_seconds`` the first, in which kernels may be compiled.
 ``parts`` come from calls in which the device is waited for at the ends of each part; they are exclusive (a part does not hold those
 inside it), and their sum is larger than ``seconds``. Kernels, launches and the device's busy time come from one call under torch's
-profiler. ``rates`` are seconds of the dense operations alone.
+profiler; ``host_launches`` leaves out the kernels that recorded iterations start. ``rates`` are seconds of the dense operations
+alone.
 """
 
 from __future__ import annotations
@@ -144,14 +145,15 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as seen:
         run()
         wait()
-    seconds, counts = Counter[str](), Counter[str]()
+    seconds, counts, host_launches = Counter[str](), Counter[str](), 0
     for event in seen.events():
+        host_launches += "LaunchKernel" in event.name
         if str(event.device_type).endswith("CUDA"):
             name = event.name.replace("void ", "").replace("at::native::", "")[:90]
             seconds[name] += event.time_range.elapsed_us() / 1e6
             counts[name] += 1
     top = [{"kernel": name, "seconds": value, "launches": counts[name]} for name, value in seconds.most_common(25)]
-    return {"launches": counts.total(), "busy_seconds": sum(seconds.values()), "top": top}
+    return {"launches": counts.total(), "host_launches": host_launches, "busy_seconds": sum(seconds.values()), "top": top}
 
 
 def rates_of(spec: Synthetic, device: str) -> dict[str, float]:

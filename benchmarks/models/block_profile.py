@@ -48,7 +48,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (in_progress, "audit", "audit"),
     (Hessian, "product", "float64 product"),
     (passes, "symmetric_product", "product of halves"),
-    (audit, "_quadratic_term", "triangular solve"),
+    (audit, "_norm", "triangular solve"),
     (rounding, "_moved", "what storing costs"),
     (rounding, "_apart", "what storing costs"),
     (rounding, "descend", "descent"),

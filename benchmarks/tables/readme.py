@@ -47,6 +47,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "tried": speed.tried,
         "parts": speed.layers,
         "block": speed.block,
+        "calls": speed.calls,
+        "launches": speed.launches,
         "real": seconds.real_layers,
         "masks": seconds.selection,
         "repeated": seconds.repeated,

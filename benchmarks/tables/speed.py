@@ -106,3 +106,44 @@ def layers() -> str:
     head += ["the iterations", "preconditioner", "factor", "start", "audit"]
     note = "Milliseconds; the parts are of other calls than the whole, in which the device is waited for at their ends."
     return table(head, body) + f"\n\n{note} {found['about']['gpu']}, {found['about']['date']}."
+
+
+def calls() -> str:
+    """The calls of pcg and their audits in the second block of the 8B shape, as they were before few columns went on alone."""
+    found = load("block_calls")
+    blocks: list[list[dict[str, Any]]] = []
+    for call in found["second"]["calls"]:
+        if call["inputs"] == 4096 and call["columns"] == 6144:
+            blocks.append([])
+        if blocks:
+            blocks[-1].append(call)
+    body = [
+        [
+            f"{call['inputs']} x {call['columns']}", "full" if call["product"] == "Full" else "pieces", str(call["iterations"]),
+            f"{call['ms']:.0f}", f"{call['audit_ms']:.0f}" if "audit_ms" in call else "", str(call.get("failing", "")),
+        ]
+        for call in blocks[1]
+    ]  # fmt: skip
+    about = found["about"]
+    compiling = sum(found["first"]["seconds"][name] - found["second"]["seconds"][name] for name in ("load", "solve", "audit"))
+    note = (
+        f"Milliseconds, the device waited for at the ends of each call. {about['gpu']}, {about['date']}. On a fresh machine the "
+        f"first run took {compiling:.1f} s longer than the second, for which nothing was to be started or compiled."
+    )
+    head = ["inputs x columns", "product", "iterations", "the iterations", "audit", "above the tolerance"]
+    return table(head, body) + f"\n\n{note}"
+
+
+def launches() -> str:
+    """Fewer launches from the host, before and after in one run each."""
+    found = load("layer_launches")
+    body = [
+        [
+            before["problem"], str(before.get("host_launches", "")), str(after.get("host_launches", "")),
+            f"{1e3 * before['seconds']:.1f}", f"{1e3 * after['seconds']:.1f}",
+        ]
+        for before, after in zip(found["before"], found["after"], strict=True)
+    ]  # fmt: skip
+    about = found["about"]
+    note = f"Milliseconds of a whole call, median of eleven. {about['gpu']}, torch {about['torch']}, {about['date']}."
+    return table(["layer", "launches before", "after", "whole call before", "after"], body) + f"\n\n{note}"

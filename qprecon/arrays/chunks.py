@@ -37,3 +37,10 @@ def compose(columns: Any, local: np.ndarray, near_NK: Array) -> Any:
     if len(local) == near_NK.shape[1] and isinstance(columns, slice):
         return columns
     return like(indices_of(columns)[local], near_NK)
+
+
+def filled(count: int, value: object) -> np.ndarray:
+    """(count,) objects, all the same one, without `np.full`'s loop through Python."""
+    out = np.empty(count, dtype=object)
+    out.fill(value)
+    return out

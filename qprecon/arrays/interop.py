@@ -7,12 +7,14 @@ Neither torch nor jax is imported unless an array of its kind is given or a back
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+TRITON = importlib.util.find_spec("triton") is not None
 Array = Any  # numpy.ndarray or torch.Tensor inside the core; also jax.Array at the border
 
 

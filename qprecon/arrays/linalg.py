@@ -90,14 +90,15 @@ def upper_inverse_factor(a_NN: Array) -> Array | None:
     return _lapack().solve_triangular(upper_NN, np.eye(len(a_NN), dtype=a_NN.dtype), lower=False, check_finite=False)
 
 
-def add_to_diagonal(a_NN: Array, value: Array | float, dtype: str | None = None) -> Array:
-    """A copy of ``a``, of the dtype if one is named, with ``value`` (scalar or (N,)) added to its diagonal."""
+def add_to_diagonal(a_NN: Array, value: Array | float, dtype: str | None = None, *, used_up: bool = False) -> Array:
+    """A copy of ``a``, of the dtype if one is named, with ``value`` (scalar or (N,)) added to its diagonal; ``a`` itself if it is
+    used up."""
     dtype = dtype or dtype_name(a_NN)
     if kind_of(a_NN) == "torch":
-        out = a_NN.to(getattr(namespace(a_NN), dtype), copy=True)
+        out = a_NN if used_up else a_NN.to(getattr(namespace(a_NN), dtype), copy=True)
         out.diagonal().add_(value)
         return out
-    out = a_NN.astype(dtype, order="C")
+    out = np.ascontiguousarray(a_NN) if used_up else a_NN.astype(dtype, order="C")
     out.reshape(-1)[:: out.shape[0] + 1] += value
     return out
 

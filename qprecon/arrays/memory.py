@@ -7,6 +7,7 @@ from .interop import Array, Place, device_type
 _HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
 _DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
 _LEAST_WIDTH = 256
+_SMALL = 2**29  # bytes that a GPU is not asked for: asking takes it longer than a small layer's product
 # Of torch, of jax, and of the libraries that torch calls on a GPU (CUBLAS_STATUS_ALLOC_FAILED).
 _WORDS = ("out of memory", "outofmemory", "resource_exhausted", "can't allocate memory", "not enough memory", "alloc_failed")
 
@@ -19,10 +20,12 @@ def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> in
     if place.device_type == "cuda":
         import torch
 
+        most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
+        if k <= most and k * bytes_per_column <= _SMALL:
+            return k
         device = place.torch_device  # torch would ask the process's current one
         free, _ = torch.cuda.mem_get_info(device)
         budget = 0.6 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-        most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
     most = max(1, min(k, most, int(budget // max(bytes_per_column, 1.0))))
     parts = -(-k // most)
     return -(-k // parts)  # even chunks: a small remainder would cost as many launches as a full one

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, cast, device_type, like, namespace, to_numpy
-from ..arrays.linalg import column_dots, take_columns
+from ..arrays.interop import Array, device_type, like, namespace
+from ..arrays.linalg import column_dots
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._pcg import precondition as precondition
 from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInPieces
 from ._pcg.product import Full, chosen_precision, product
 from ._pcg.recorded import recorded
-from ._pcg.vectors import Scalars, vectors
+from ._pcg.state import State, leave_finished
+from ._pcg.vectors import vectors
 
 _CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
 _DEFAULT_LIMIT = 1000
@@ -31,8 +32,11 @@ mostly launches, the full product gets there in one: 18 iterations at 1024 input
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
 H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
+_FEW, _FEW_LEFT = 64, "few left"
+"""When so few columns are left for a second time, they go on alone: a wide iteration costs the same for all, and the columns that
+take long are as a rule those that the rounding of the pieces holds up. In the 8B shape's second block one chunk of 2048 columns
+took 150 iterations for a column that then broke down, the other one 21 (an H200)."""
 _PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
-_SAFETY = 2.0  # the energy error left is about _SAFETY·rᵀC⁻¹r on real layers
 
 
 @dataclass(frozen=True)
@@ -103,15 +107,15 @@ def prepare(system: System, options: Options) -> SolveChunk:
             if found is not None and found.reported_status != sample_space.STALLED:
                 return found
         multiply, tall = multiplying(precision), FactorInPieces if precision == "bf16" else Factor
-        columns = chunk.start_NK.shape[1]
-        if device_type(chunk.start_NK) == "cuda" and columns % _ALIGNMENT:
-            chunk = _padded(chunk, -columns % _ALIGNMENT)
+        columns, chunk = chunk.start_NK.shape[1], _padded(chunk)
         apply = precondition.for_columns(shared, chunk.mask_NK, tall) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
-        if chunk.start_NK.shape[1] != columns:
-            raw = RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)
-        broken = np.flatnonzero(raw.reported_status == "breakdown")
-        return _repaired(system.hessian_NN, raw, chunk, broken) if shared and len(broken) else raw
+        again = functools.partial(_again, system.hessian_NN, shared, chunk)
+        if precision == "bf16":
+            raw = again(raw, (_FEW_LEFT, "breakdown"), "few_columns")
+        if shared:
+            raw = again(raw, ("breakdown",), "jacobi_columns")
+        return RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)
 
     return solve_chunk
 
@@ -121,17 +125,28 @@ def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
     return n * n * k <= _FULL_WORK or k <= _ALIGNMENT or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
 
 
-def _padded(chunk: Chunk, more: int) -> Chunk:
-    """The chunk with ``more`` empty columns: an odd width costs the tensor cores half their speed or worse, and kernels their
-    compilation."""
+def _padded(chunk: Chunk) -> Chunk:
+    """On a GPU, the chunk with empty columns up to a multiple of 64: an odd width costs the tensor cores half their speed or worse,
+    and kernels their compilation."""
+    more = -chunk.start_NK.shape[1] % _ALIGNMENT
+    if device_type(chunk.start_NK) != "cuda" or not more:
+        return chunk
     pad = lambda x: None if x is None else namespace(x).nn.functional.pad(x, (0, more))  # noqa: E731
     fields = ("weights_NK", "mask_NK", "start_NK", "residual_NK", "start_objective_K", "improved_K", "linear_NK")
     return replace(chunk, **{name: pad(getattr(chunk, name)) for name in fields})
 
 
-def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarray) -> RawColumns:
-    """Columns on which dc broke down go on with Jacobi, which is positive whatever the rounding."""
-    at = like(broken, hessian_NN)
+def _again(
+    hessian_NN: Array, shared: precondition.LowRank | None, chunk: Chunk, raw: RawColumns, words: tuple[str, ...], kind: str
+) -> RawColumns:
+    """The columns with these words go on alone, with the full product and from a residual made anew by it; "jacobi_columns" with
+    the diagonal alone for a preconditioner, which is positive whatever the rounding."""
+    chosen = np.flatnonzero(np.logical_or.reduce([raw.reported_status == word for word in words]))
+    if not len(chosen):
+        return raw
+    most = chunk.max_iterations
+    most = None if most is None else max(1, most - int(raw.iterations[chosen].max()))
+    at, jacobi = like(chosen, hessian_NN), kind == "jacobi_columns"
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
     rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
     gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
@@ -139,136 +154,48 @@ def _repaired(hessian_NN: Array, raw: RawColumns, chunk: Chunk, broken: np.ndarr
         chunk.weights_NK[:, at], chunk.mask_NK[:, at], raw.weights_NK[:, at], rest_NK,
         chunk.start_objective_K[at] - gained_K, chunk.improved_K[at] + gained_K,
         None if chunk.linear_NK is None else chunk.linear_NK[:, at],
-        tolerance=chunk.tolerance, max_iterations=chunk.max_iterations, deadline=chunk.deadline,
+        tolerance=chunk.tolerance, max_iterations=most, deadline=chunk.deadline,
     )  # fmt: skip
-    again = _solve(Full(hessian_NN), precondition.jacobi(hessian_NN), part, {})
-    raw.weights_NK[:, at] = again.weights_NK
-    raw.reported_status[broken] = again.reported_status
-    raw.iterations[broken] += again.iterations
-    return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, "jacobi_columns": len(broken)})
+    part = _padded(part)
+    apply = precondition.jacobi(hessian_NN) if jacobi or shared is None else precondition.for_columns(shared, part.mask_NK)
+    more = _solve(Full(hessian_NN), apply, part, {})
+    raw.weights_NK[:, at] = more.weights_NK[:, : len(chosen)]
+    raw.reported_status[chosen] = more.reported_status[: len(chosen)]
+    raw.iterations[chosen] += more.iterations[: len(chosen)]
+    return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, kind: len(chosen)})
 
 
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
     ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply, apply)
-    state, out, device = _State.begin(chunk, ops), None, device_type(chunk.residual_NK)
+    device = device_type(chunk.residual_NK)
+    every = _CHECK_EVERY[device]
+    state, out = State.begin(chunk, ops, every), None
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
-    step, best = state.step, (0, np.inf)
+    step, best, before = state.step, (0, np.inf), chunk.start_NK.shape[1]
     for iteration in range(1, limit + 1):
         if iteration == 2 and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
         step()
-        if iteration % _CHECK_EVERY[device] and iteration != limit:
+        if iteration % every and iteration != limit:
             continue
-        worst = state.freeze_finished()
-        if not worst:
+        worst, left = state.look(iteration)
+        if not left:
             break
         best = (iteration, worst) if worst < 0.9 * best[1] else best
         if ops.is_rough and iteration - best[0] >= _PATIENCE:
             status = "stalled"
             break
+        if ops.is_rough and before <= _FEW and chunk.start_NK.shape[1] > 2 * _FEW and iteration != limit:
+            status = _FEW_LEFT
+            break
+        before = left
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
         if device == "cpu":  # on a GPU the copies would cost more than the columns
-            out, state = _leave_finished(out, state)
+            out, state = leave_finished(out, state)
             step = state.step
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
     return RawColumns(chunk.start_NK + out.x_NK, out.words, out.iterations, dict(extras))
-
-
-@dataclass(eq=False)
-class _Out:
-    """What all columns came to, while only some of them go on."""
-
-    x_NK: Array
-    words: np.ndarray
-    iterations: np.ndarray
-    running: np.ndarray  # the columns of the state
-
-    def put(self, state: _State, status: str) -> None:
-        """Write the state's columns to their places."""
-        self.x_NK[:, like(self.running, self.x_NK)] = state.x_NK
-        self.words[self.running], self.iterations[self.running] = state.report(status)
-
-
-def _leave_finished(out: _Out | None, state: _State) -> tuple[_Out | None, _State]:
-    """Once half of the columns are done, go on with the others alone."""
-    active = np.flatnonzero(to_numpy(state.scalars.active_K))
-    width = state.x_NK.shape[1]
-    if 2 * len(active) > width:
-        return out, state
-    if out is None:
-        xp = namespace(state.x_NK)
-        out = _Out(xp.empty_like(state.x_NK), np.full(width, "", object), np.zeros(width, np.int64), np.arange(width))
-    out.put(state, "")
-    out.running = out.running[active]
-    return out, state.take(like(active, state.x_NK))
-
-
-@dataclass(eq=False)
-class _State:
-    """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries."""
-
-    chunk: Chunk
-    ops: Any
-    x_NK: Array
-    r_NK: Array
-    p_NK: Array
-    scalars: Scalars
-    finished_K: Array
-
-    @staticmethod
-    def begin(chunk: Chunk, ops: Any) -> _State:
-        xp = namespace(chunk.residual_NK)
-        r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
-        if xp is not np:
-            r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
-        scalars = Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, scalars)
-        return _State(chunk, ops, xp.zeros_like(r_NK), r_NK, p_NK, scalars, scalars.rz_K == 0)
-
-    def take(self, index: Array) -> _State:
-        """Only some of the columns."""
-        objective = {name: getattr(self.chunk, name)[index] for name in ("start_objective_K", "improved_K")}
-        vectors_NK = (take_columns(x_NK, index) for x_NK in (self.x_NK, self.r_NK, self.p_NK))
-        return _State(
-            replace(self.chunk, **objective),
-            self.ops.take(index),
-            *vectors_NK,
-            self.scalars.take(index),
-            self.finished_K[index],
-        )
-
-    def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
-        """A word for each column, ``status`` for those still active, and their iterations."""
-        facts = (self.scalars.active_K, self.broken(), self.scalars.iterations_K)
-        active_K, broken_K, iterations_K = to_numpy(namespace(self.x_NK).stack([cast(fact, "int32") for fact in facts]))  # one look
-        words = np.where(active_K, status, "converged").astype(object)
-        words[broken_K != 0] = "breakdown"
-        return words, np.array(iterations_K)
-
-    def step(self) -> None:
-        """One iteration of every active column; a finished column's step is zero."""
-        self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
-
-    def freeze_finished(self) -> float:
-        """Stop the columns whose estimated gap is small enough; how many times too large the worst other one's is, or 0."""
-        gap_K = _SAFETY * cast(self.scalars.rz_K, "float64")
-        if self.chunk.linear_NK is None:
-            base_K = self.chunk.start_objective_K - self.scalars.gain_K - gap_K
-        else:
-            base_K = self.chunk.improved_K + self.scalars.gain_K
-        xp = namespace(gap_K)
-        enough_K = self.chunk.tolerance * xp.maximum(base_K, xp.full_like(base_K, 1e-6))
-        small_K = gap_K <= enough_K
-        self.finished_K = self.finished_K | (small_K & (gap_K >= 0))
-        self.scalars.active_K &= ~self.finished_K  # in its place, where a recorded step looks for it
-        ratio_K = xp.where(self.scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K))
-        worst = float(ratio_K.max()) if len(ratio_K) else 0.0
-        return worst if worst == worst else np.inf
-
-    def broken(self) -> Array:
-        """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""
-        return ~self.scalars.active_K & ~self.finished_K & (self.scalars.rz_K != 0)

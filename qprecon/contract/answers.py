@@ -6,8 +6,9 @@ Only kinds, shapes, lengths and words are checked here. The audit decides whethe
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -122,14 +123,28 @@ def _check_weights(name: str, weights_NK: Array, shape: tuple[int, ...]) -> None
 
 def _words(name: str, given: Any, columns: int) -> Any:
     words = given if isinstance(given, str) else _per_column(name, "status words", given, columns, object)
-    listed = [words] if isinstance(words, str) else words.tolist()
-    if odd := [word for word in listed if not isinstance(word, str) or not word]:
-        _broken(name, f"the status of a column is {_shown(odd[0])}, not a word such as 'solved'")
-    for word in set(listed):
-        said = word.lower().replace(" ", "_").replace("-", "_")
-        if word not in UNDERSTOOD and (near := difflib.get_close_matches(said, UNDERSTOOD, n=1, cutoff=_ALMOST)):
-            _broken(name, f"the status word {word!r} is not known; {near[0]!r} is")
+    for word in _distinct([words] if isinstance(words, str) else words.tolist()):
+        if not isinstance(word, str) or not word:
+            _broken(name, f"the status of a column is {_shown(word)}, not a word such as 'solved'")
+        if near := _misspelt(word):
+            _broken(name, f"the status word {word!r} is not known; {near!r} is")
     return words
+
+
+def _distinct(words: list[Any]) -> Iterable[Any]:
+    """Each once, as there may be thousands; all of them where some cannot be compared so."""
+    try:
+        return dict.fromkeys(words)
+    except TypeError:
+        return words
+
+
+@functools.lru_cache(maxsize=64)
+def _misspelt(word: str) -> str | None:
+    """The known word that this one may be meant for, if it is not known itself."""
+    said = word.lower().replace(" ", "_").replace("-", "_")
+    near = difflib.get_close_matches(said, UNDERSTOOD, n=1, cutoff=_ALMOST)
+    return near[0] if near and word not in UNDERSTOOD else None
 
 
 def _iterations(name: str, given: Any, columns: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.chunks import filled
 from ..arrays.interop import Array
 from ..contract.answers import UNDERSTOOD
 from ..status import Status
@@ -39,8 +40,8 @@ class Results:
         real = lambda value: np.full(k, value, dtype=np.float64)  # noqa: E731
         return Results(
             weights_NK,
-            status=np.full(k, Status.INACCURATE, dtype=object),
-            reported_status=np.full(k, NOT_RUN, dtype=object),
+            status=filled(k, Status.INACCURATE),
+            reported_status=filled(k, NOT_RUN),
             iterations=np.zeros(k, dtype=np.int64),
             objective=real(np.nan),
             baseline_objective=real(np.nan),

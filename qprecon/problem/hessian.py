@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays.checksum import sampled_bits
 from ..arrays.halves import has_fast_halves, is_definite
-from ..arrays.interop import Array, Place, cast, dtype_name, from_core, kind_of, namespace, to_core
+from ..arrays.interop import Array, Place, cast, dtype_name, from_core, kind_of, namespace, to_core, to_numpy
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
 from ..contract.options import as_number, is_whole
 
@@ -73,9 +73,14 @@ class Hessian:
         return int(self.hessian_NN.shape[0])
 
     @functools.cached_property  # one look at the device
+    def diagonal_N(self) -> np.ndarray:
+        """diag H, undamped, (N,) float64 numpy."""
+        return _diagonal(self.hessian_NN)
+
+    @functools.cached_property
     def ridge(self) -> float:
         """λ, in the units of H."""
-        return self.damping * mean_diagonal(self.hessian_NN)
+        return self.damping * _mean(self.diagonal_N)
 
     @functools.cached_property
     def is_gram(self) -> bool:
@@ -91,7 +96,7 @@ class Hessian:
             return False
         if n >= _HALVES_FROM and dtype_name(h_NN) == "float32" and kind_of(h_NN) == "torch" and has_fast_halves(h_NN):
             return is_definite(h_NN, n * ENTRY * 2.0**-24)
-        mean = float(power_of_two(np.asarray(mean_diagonal(h_NN))))
+        mean = float(power_of_two(np.asarray(_mean(self.diagonal_N))))
         more_N = n * ENTRY * 2.0**-24 * diagonal_N / mean + cast(dead_N, dtype_name(diagonal_N))
         with exact_float32():
             return n == 0 or cholesky(add_to_diagonal(h_NN / mean, more_N)) is not None
@@ -124,8 +129,15 @@ class Hessian:
 
 def mean_diagonal(hessian_NN: Array) -> float:
     """Mean of the diagonal in float64; 0 for an empty matrix."""
-    n = hessian_NN.shape[0]
-    return float(cast(hessian_NN.diagonal(), "float64").sum()) / n if n else 0.0
+    return _mean(_diagonal(hessian_NN))
+
+
+def _diagonal(hessian_NN: Array) -> np.ndarray:
+    return to_numpy(cast(hessian_NN.diagonal(), "float64"))
+
+
+def _mean(x_N: np.ndarray) -> float:
+    return float(x_N.sum()) / len(x_N) if len(x_N) else 0.0
 
 
 def floating(x: Any, place: Place, name: str) -> Array:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays.interop import Array, cast, dtype_name, like, to_numpy
+from ..arrays.interop import Array, cast, dtype_name, like
 from ..arrays.linalg import add_to_diagonal, power_of_two
 from .hessian import Hessian
 
@@ -29,10 +29,13 @@ class Scaling:
     def hessian(self, hessian: Hessian, dtype: str) -> Array:
         """S (H + λI) S / h in the given dtype. H is scaled before it is rounded: its numbers may lie outside the dtype's range."""
         wider = "float64" if "float64" in (dtype, dtype_name(hessian.hessian_NN)) else "float32"
+        ridge = hessian.ridge / self.hessian_scale
+        if self.input_range == (1.0, 1.0):
+            scaled_NN = cast(hessian.hessian_NN, wider) * (1.0 / self.hessian_scale)
+            return add_to_diagonal(cast(scaled_NN, dtype), ridge, used_up=True)
         s_N1 = cast(self.input_N1, wider)
         scaled_NN = cast(hessian.hessian_NN, wider) * (s_N1 / self.hessian_scale) * s_N1[:, 0][None, :]
-        ridge_N = hessian.ridge / self.hessian_scale * self.input_N1[:, 0] ** 2
-        return add_to_diagonal(cast(scaled_NN, dtype), cast(ridge_N, dtype))
+        return add_to_diagonal(cast(scaled_NN, dtype), cast(ridge * self.input_N1[:, 0] ** 2, dtype), used_up=True)
 
     def columns(self, energy_K: np.ndarray) -> ColumnScaling:
         """Add the factors t of some columns, from the objective scale of each, (K,), in the units of the problem."""
@@ -92,8 +95,7 @@ class ColumnScaling:
 
 def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:
     """The scaling of a layer; ``kind`` is "mean", "jacobi" or "none". ValueError for an H beyond the dtype's normal numbers."""
-    core_N = cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge
-    diagonal_N = to_numpy(core_N)
+    diagonal_N = hessian.diagonal_N + hessian.ridge
     live_N = diagonal_N > 0
     mean = float(power_of_two(diagonal_N[live_N].mean())) if live_N.any() and kind != "none" else 1.0
     if mean < float(np.finfo(dtype).tiny):
@@ -104,4 +106,4 @@ def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))
     input_range = (float(input_N.min(initial=1.0)), float(input_N.max(initial=1.0)))
-    return Scaling(mean, like(input_N, core_N)[:, None], input_range, scale_columns=kind != "none")
+    return Scaling(mean, like(input_N, hessian.hessian_NN)[:, None], input_range, scale_columns=kind != "none")

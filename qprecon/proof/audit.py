@@ -24,7 +24,7 @@ from ..arrays.interop import Array, cast, like, namespace, to_numpy
 from ..arrays.linalg import column_norms, solve_lower
 from ..problem.column_qp import ColumnQP
 from .factor import Certificate, gamma, own_factor
-from .passes import TINY, fused, look
+from .passes import TINY, Seen, fused, look
 from .triangular import BLOCKS_FROM
 
 FLOOR = 1e-6
@@ -120,36 +120,46 @@ def _audit_piece(
     problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool, rough: bool
 ) -> tuple[np.ndarray, ...]:
     seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK, rough), problem.mask_NK[:, columns]
-    gap_K = np.inf + seen.price_K
-    if certify:
-        quadratic_K = _quadratic_term(problem, cert, seen.free_NK, seen.reach_K, mask_NK)
-        gap_K = (1.0 + 4.0 * gamma(problem.n_inputs)) * (seen.price_K + quadratic_K)
-    if problem.rhs_NK is None:
-        gap_K = _at_most_f(cert, gap_K, seen.value_K, seen.rounding_K, seen.mass_K)
-    xp = namespace(gap_K)
-    lost_K = _underflown(seen.stationarity_K) | ((abs(seen.value_K) < TINY).any() & _underflown(seen.energy_K))
-    gap_K = xp.where(lost_K | (gap_K != gap_K), xp.full_like(gap_K, np.inf), gap_K)
-    figures = (
-        seen.value_K + seen.constant_K, gap_K, seen.stationarity_K, seen.violation_K, seen.value_K, seen.rounding_K, seen.mass_K
-    )
-    return tuple(to_numpy(xp.stack([cast(figure, "float64") for figure in figures])))  # one look at the device
+    norm = _norm(problem, cert, seen.free_NK) if certify and cert.factor_NN is not None else None
+    host = _on_host(seen, norm)
+    value_K, mass_K, zero_K = host["value_K"], host["mass_K"], np.zeros_like(host["value_K"])
+    reach_K, price_K = host.get("reach_K", mass_K), host.get("price_K", zero_K)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounding_K = 2.0 * seen.error * host.get("noise_K", mass_K**2)
+        gap_K = zero_K + np.inf
+        if certify:
+            quadratic_K = _quadratic_term(problem, cert, seen.free_NK, reach_K, mask_NK, norm, host)
+            gap_K = (1.0 + 4.0 * gamma(problem.n_inputs)) * (price_K + quadratic_K)
+        if problem.rhs_NK is None:
+            gap_K = _at_most_f(cert, gap_K, value_K, rounding_K, mass_K)
+        stationarity_K = host["stationarity_K"]
+        lost_K = _underflown(stationarity_K) | ((abs(value_K) < TINY).any() & _underflown(host["energy_K"]))
+    gap_K = np.where(lost_K | np.isnan(gap_K), np.inf, gap_K)
+    objective_K = value_K + host.get("constant_K", zero_K)
+    return objective_K, gap_K, stationarity_K, host["violation_K"], value_K, rounding_K, mass_K
 
 
-def _at_most_f(cert: Certificate, gap_K: Array, value_K: Array, rounding_K: Array, mass_K: Array) -> Array:
+def _on_host(seen: Seen, norm: _Norm | None) -> dict[str, np.ndarray]:
+    """All that was seen of columns, by name; what is None is left out. One look at the device, and no small operations on it."""
+    there = {name: array for name, array in vars(seen).items() if name.endswith("_K") and array is not None}
+    if norm is not None:
+        there |= {"norm_K": norm.norm_K} | ({} if norm.unbounded_K is None else {"unbounded_K": norm.unbounded_K})
+    stacked = namespace(seen.value_K).stack([cast(array, "float64") for array in there.values()])
+    return dict(zip(there, to_numpy(stacked), strict=True))
+
+
+def _at_most_f(cert: Certificate, gap_K: np.ndarray, value_K: np.ndarray, rounding_K: np.ndarray, mass_K: np.ndarray) -> np.ndarray:
     """With the default rhs f is a squared norm for a Gram matrix, so that f* ≥ 0 and the gap is at most f.
 
     f's rounding is added where it is more than a billionth of f. With a factor f* ≥ 0 is proved. Without one it is a fact of H
     only up to H's own rounding, which is added too; an f below zero beyond float64's says that H is no Gram matrix, and then
     nothing is certified.
     """
-    xp = namespace(gap_K)
-    most_K = xp.where(rounding_K <= _NEGLIGIBLE * value_K, value_K, abs(value_K) + rounding_K)
+    most_K = np.where(rounding_K <= _NEGLIGIBLE * value_K, value_K, abs(value_K) + rounding_K)
     if cert.factor_NN is None:
-        most_K = most_K + cert.entry * mass_K**2
-        if not cert.semidefinite:
-            most_K = xp.full_like(most_K, np.inf)
-    gap_K = xp.where(gap_K < most_K, gap_K, most_K)  # also where there is no certificate (NaN)
-    return xp.where(value_K < -rounding_K, xp.full_like(gap_K, np.inf), gap_K)
+        most_K = most_K + cert.entry * mass_K**2 if cert.semidefinite else np.full_like(most_K, np.inf)
+    gap_K = np.where(gap_K < most_K, gap_K, most_K)  # also where there is no certificate (NaN)
+    return np.where(value_K < -rounding_K, np.inf, gap_K)
 
 
 def relative_gap(
@@ -174,30 +184,45 @@ def relative_gap(
     return np.where(np.isnan(ratio_K), np.inf, ratio_K)
 
 
-def _quadratic_term(problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: Array, mask_NK: Array) -> Array:
-    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had. ``free_NK`` may be used up."""
-    error = gamma(free_NK.shape[0])
-    if cert.factor_NN is None:
-        return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
+@dataclass(frozen=True, eq=False)
+class _Norm:
+    """‖L⁻¹s‖ of columns, on the device, the relative error of the solve, and which columns have no bound (None: all have one)."""
+
+    norm_K: Array
+    solving: float
+    unbounded_K: Array | None
+
+
+def _norm(problem: ColumnQP, cert: Certificate, free_NK: Array) -> _Norm:
+    """``free_NK`` may be used up."""
+    unbounded_K = None
+    if cert.dead_N is not None:  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded
+        unbounded_K = (free_NK[cert.dead_N] != 0).any(0)
     blocks = cert.blocks if problem.n_inputs * problem.n_columns > BLOCKS_FROM else None
     if blocks is None:
-        norm_K, solving = column_norms(solve_lower(cert.factor_NN, free_NK)), error
-    else:
-        norm_K, solving = column_norms(blocks.solve_in_place(free_NK)), blocks.error
-    term_K = (norm_K + cert.condition**0.5 * (solving * norm_K + error * reach_K)) ** 2
-    if cert.dead_N is None:
-        return term_K
-    xp = namespace(free_NK)  # a residual at a dead input (an explicit rhs outside H's range): the problem is unbounded
-    unbounded_K = (free_NK[cert.dead_N] != 0).any(0)
-    return xp.where(unbounded_K, xp.full_like(term_K, np.inf), term_K)
+        return _Norm(column_norms(solve_lower(cert.factor_NN, free_NK)), gamma(free_NK.shape[0]), unbounded_K)
+    return _Norm(column_norms(blocks.solve_in_place(free_NK)), blocks.error, unbounded_K)
 
 
-def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: Array, mask_NK: Array) -> Array:
+def _quadratic_term(
+    problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: np.ndarray, mask_NK: Array, norm: _Norm | None,
+    host: dict[str, np.ndarray],
+) -> np.ndarray:  # fmt: skip
+    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
+    error = gamma(problem.n_inputs)
+    if norm is None:
+        return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
+    norm_K = host["norm_K"]
+    term_K = (norm_K + cert.condition**0.5 * (norm.solving * norm_K + error * reach_K)) ** 2
+    return np.where(host["unbounded_K"] != 0, np.inf, term_K) if "unbounded_K" in host else term_K
+
+
+def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: np.ndarray, mask_NK: Array) -> np.ndarray:
     """Without a shared factor (H singular, no damping): factor each column's own A_II, while that stays cheap.
 
     ``noise_K`` · √A_ii bounds the error of entry i of the residual.
     """
-    a_NN, s_NK, noise = to_numpy(problem.damped_hessian("float64")), to_numpy(free_NK), to_numpy(noise_K)
+    a_NN, s_NK = to_numpy(problem.damped_hessian("float64")), to_numpy(free_NK)
     kept_NK = to_numpy(mask_NK)
     out_K = np.full(s_NK.shape[1], np.nan)
     out_K[~kept_NK.any(0)] = 0.0
@@ -212,8 +237,8 @@ def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: Array, mask_NK:
         if (s_NK[index_I[~live_I], j] != 0).any():  # unless an explicit rhs pulls at one: unbounded
             out_K[j] = np.inf
             continue
-        out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], noise[j])
-    return like(out_K, free_NK)
+        out_K[j] = _own_factor_bound(block_II[np.ix_(live_I, live_I)], s_NK[index_I[live_I], j], float(noise_K[j]))
+    return out_K
 
 
 def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> float:
@@ -226,6 +251,6 @@ def _own_factor_bound(block_II: np.ndarray, s_I: np.ndarray, noise: float) -> fl
     return (norm + condition**0.5 * (error * norm + noise)) ** 2
 
 
-def _underflown(root_K: Array) -> Array:
+def _underflown(root_K: np.ndarray) -> np.ndarray:
     """Where a quantity is not zero but its square leaves float64's range: an objective of 0 then proves nothing."""
     return (root_K > 0) & (root_K < 1e-150)

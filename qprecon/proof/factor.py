@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
+from ..arrays.interop import Array, dtype_name, kind_of, like, namespace
 from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
 from ..problem.hessian import ENTRY, Hessian
 from .triangular import Blocks, blocks, size_for
@@ -71,32 +71,33 @@ def certificate(hessian: Hessian) -> Certificate:
     Raises:
         ValueError: A has a negative eigenvalue that summing in float32 does not explain.
     """
-    diagonal_N = cast(hessian.hessian_NN.diagonal(), "float64") + hessian.ridge
-    n, trace = hessian.n_inputs, float(diagonal_N.sum())
+    h_NN, diagonal_N = hessian.hessian_NN, hessian.diagonal_N + hessian.ridge
+    n, trace, near = hessian.n_inputs, float(diagonal_N.sum()), lambda x_N: like(x_N, h_NN)
     dead_N = diagonal_N == 0
     any_dead = bool(dead_N.any())
-    if any_dead and bool((hessian.hessian_NN[dead_N] != 0).any()):
+    if any_dead and bool((h_NN[near(dead_N)] != 0).any()):
         raise _indefinite("an input has a zero on the diagonal and other entries beside it")
     facts: dict[str, Any] = {
-        "root_N": diagonal_N**0.5,
-        "entry": known_to(hessian.hessian_NN),
+        "root_N": near(diagonal_N**0.5),
+        "entry": known_to(h_NN),
         "unit": float(power_of_two(np.asarray(trace / max(n, 1)))),
-        "dead_N": dead_N if any_dead else None,
+        "dead_N": near(dead_N) if any_dead else None,
     }
     if trace == 0.0:
         return Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
-    fill_N = trace / n * cast(dead_N, "float64")
-    shifted = lambda by_N: cholesky(add_to_diagonal(hessian.hessian_NN, fill_N + hessian.ridge - by_N, "float64"), True)  # noqa: E731
+    fill_N = trace / n * dead_N
+    shifted = lambda by_N: cholesky(add_to_diagonal(h_NN, near(fill_N + hessian.ridge - by_N), "float64"), True)  # noqa: E731
     factor_NN, condition, shift_N = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
         raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain")
+    shift_N = None if shift_N is None else near(shift_N)
     return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, shift_N=shift_N, **facts)
 
 
 def factor_below(
-    shifted: Callable[[Array], Array | None], diagonal_N: Array, ridge: float = 0.0
-) -> tuple[Array | None, float, Array | None]:
+    shifted: Callable[[np.ndarray], Array | None], diagonal_N: np.ndarray, ridge: float = 0.0
+) -> tuple[Array | None, float, np.ndarray | None]:
     """L with LLᵀ ⪯ A, from ``shifted(T)``, a Cholesky factor of A − T or None, its condition and T; (None, inf, None) if none was
     found."""
     n = diagonal_N.shape[0]

@@ -5,7 +5,6 @@ Array operations for any library; on a GPU, without bounds and an explicit right
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..arrays.halves import has_fast_halves, symmetric_product
-from ..arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
+from ..arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, namespace
 from ..arrays.linalg import column_dots, column_norms, masked
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import Hessian
 from .factor import Certificate, gamma
 from .triangular import transposed_norms
 
-TRITON = importlib.util.find_spec("triton") is not None
 ROUGH = 4e-6
 """Entry i of a product of halves is off by at most ``ROUGH`` · √A_ii · mass: twice what was seen (``symmetric_product``)."""
 _EVEN, _MANY = 16, 2**22
@@ -31,12 +29,14 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Of the weights audited, all float64.
+    """Of the weights audited, all float64, still on the device; None stands for what is zero, or in the case of reach for the mass.
 
     Attributes:
-        value_K, rounding_K, constant_K: f less its constant, how far it may be off, and that constant.
+        value_K, constant_K: f less its constant, and that constant.
         mass_K: Σ √A_ii |Δ_i|.
         reach_K: what the residual's rounding errors are measured in.
+        noise_K: what f's rounding errors are measured in, twice ``error`` of it; None: mass².
+        error: relative error of a product with H.
         free_NK: s of the split ρ = s + y; 0 on pruned entries.
         price_K: what y costs.
         stationarity_K, energy_K, violation_K: the largest |s_i|/√A_ii and |Δ_i|√A_ii, and the distance from the feasible set; the
@@ -44,15 +44,16 @@ class Seen:
     """
 
     value_K: Array
-    rounding_K: Array
-    constant_K: Array | float
     mass_K: Array
-    reach_K: Array
     free_NK: Array
-    price_K: Array
     stationarity_K: Array
     energy_K: Array
     violation_K: Array
+    error: float
+    constant_K: Array | None = None
+    reach_K: Array | None = None
+    noise_K: Array | None = None
+    price_K: Array | None = None
 
 
 def look(
@@ -73,23 +74,22 @@ def look(
         rho_NK = cast(product_NK, "float64") + problem.ridge * back_NK
     else:
         rho_NK = problem.damped_product(back_NK)
-    error = ROUGH if rough else gamma(problem.n_inputs)
-    value_K, size_NK, constant_K = column_dots(back_NK, rho_NK), abs(back_NK), 0.0
+    value_K, size_NK = column_dots(back_NK, rho_NK), abs(back_NK)
     mass_K = cert.root_N @ size_NK
-    reach_K, rounding_K = mass_K, 2.0 * error * mass_K**2
+    more: dict[str, Array | None] = {}
     if g_NK is not None and problem.rhs_NK is not None:
         value_K = value_K + 2.0 * column_dots(back_NK, g_NK)
-        reach_K = mass_K + cert.root_N @ abs(w_NK)  # g = b − Hw is rounded too
-        rounding_K = 2.0 * error * (mass_K * reach_K + column_dots(size_NK, abs(g_NK)))
+        more["reach_K"] = mass_K + cert.root_N @ abs(w_NK)  # g = b − Hw is rounded too
+        more["noise_K"] = mass_K * more["reach_K"] + column_dots(size_NK, abs(g_NK))
         constant_K = -column_dots(w_NK, cast(problem.rhs_NK[:, columns], "float64") + g_NK)
-        constant_K = constant_K if problem.constant_K is None else problem.constant_K[columns] + constant_K
+        more["constant_K"] = constant_K if problem.constant_K is None else problem.constant_K[columns] + constant_K
         rho_NK = rho_NK + g_NK
     namespace(rho_NK).multiply(rho_NK, 1.0 / cert.unit, out=rho_out_NK)
-    free_NK, price_K = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
+    free_NK, more["price_K"] = _split(problem, rho_NK, new_NK, mask_NK, cert, columns)
     energy_K = _largest_energy(back_NK, cert) if bool((abs(value_K) < TINY).any()) else mass_K
     return Seen(
-        value_K, rounding_K, constant_K, mass_K, reach_K, free_NK, price_K, _largest_scaled(free_NK, cert), energy_K,
-        _violation(problem, weights_NK, mask_NK, columns),
+        value_K, mass_K, free_NK, _largest_scaled(free_NK, cert), energy_K, _violation(problem, weights_NK, mask_NK, columns),
+        ROUGH if rough else gamma(problem.n_inputs), **more,
     )  # fmt: skip
 
 
@@ -156,9 +156,8 @@ def _look_fused(
     value_K, stationarity_K, energy_K, violation_K = residuals(
         free_NK, back_NK, weights_NK, problem.mask_NK[:, columns], cert.root_N, problem.ridge, 1.0 / cert.unit, rho_out_NK
     )
-    rounding_K = 2.0 * (ROUGH if rough else gamma(problem.n_inputs)) * mass_K**2
-    price_K = torch.zeros_like(value_K)
-    return Seen(value_K, rounding_K, 0.0, mass_K, mass_K, free_NK, price_K, stationarity_K, energy_K, violation_K)
+    error = ROUGH if rough else gamma(problem.n_inputs)
+    return Seen(value_K, mass_K, free_NK, stationarity_K, energy_K, violation_K, error)
 
 
 def takes_halves(problem: ColumnQP, weights_NK: Array) -> bool:
@@ -170,12 +169,12 @@ def takes_halves(problem: ColumnQP, weights_NK: Array) -> bool:
 
 def _split(
     problem: ColumnQP, rho_NK: Array, new_NK: Array, mask_NK: Array, cert: Certificate, columns: Any
-) -> tuple[Array, Array]:
-    """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too."""
+) -> tuple[Array, Array | None]:
+    """Split ρ into s (returned) and y, whose price 2Σ[y⁺(u − ŵ) + y⁻(ŵ − l)] is returned too, None without bounds."""
     xp = namespace(rho_NK)
     free_NK = masked(rho_NK, mask_NK)
     if not problem.has_bounds:
-        return free_NK, rho_NK[:0].sum(0)
+        return free_NK, None
     zero_NK = price_NK = xp.zeros_like(rho_NK)
     for takes_NK, cost_NK in bounds_that_hold(problem, rho_NK, new_NK, cert.root_N[:, None] ** 2, columns):
         free_NK = xp.where(takes_NK & mask_NK, zero_NK, free_NK)

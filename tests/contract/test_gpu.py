@@ -67,6 +67,13 @@ def test_tall_factors_in_pieces(n, rank, k):
         assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
 
 
+def _goal(r_NK: torch.Tensor, *, tolerance: float = 0.0, is_gain: bool = False, base: float = 1.0):
+    """One that no column reaches, unless a tolerance is given."""
+    from qprecon.backends._pcg.scalars import Goal
+
+    return Goal(torch.full((r_NK.shape[1],), base, dtype=torch.float64, device=r_NK.device), is_gain, tolerance, every=3)
+
+
 def _iteration(kind: str):
     """Residuals to begin from, and the iterations of a layer: kernels, and plain operations."""
     from qprecon.backends._pcg import precondition
@@ -96,17 +103,17 @@ def test_an_iteration_in_kernels_is_that_of_plain_operations(kind):
     more (tensor cores cut off). What they are added to or taken from is measured beside them: r from the r before, z from D⁻¹r.
     """
     from qprecon.backends._pcg.kernels import pieces
-    from qprecon.backends._pcg.vectors import Scalars
+    from qprecon.backends._pcg.scalars import Scalars
 
     r_NK, kernels, plain = _iteration(kind)
     gamma = (12 if kind == "bf16" else 1) * len(r_NK) * 2.0**-24
     x_NK, scalars, own = torch.zeros_like(r_NK), Scalars.zeros(r_NK), Scalars.zeros(r_NK)
-    p_NK, first_NK = plain.begin(r_NK, scalars), kernels.begin(r_NK, own)
+    p_NK, first_NK = plain.begin(r_NK, scalars, _goal(r_NK)), kernels.begin(r_NK, own, _goal(r_NK))
     assert (p_NK - first_NK).norm() <= gamma * (r_NK * plain.apply.inverse_diagonal_N1).norm()
     for iteration in range(6):
         if iteration == 3:
             scalars.active_K &= torch.arange(192, device="cuda") != 5
-        names = ("rz_K", "gain_K", "active_K", "iterations_K")
+        names = ("rz_K", "gain_K", "active_K", "finished_K", "iterations_K")
         own = Scalars(*(getattr(scalars, name).clone() for name in names))
         mine, before = [x.clone() for x in (x_NK, r_NK, p_NK)], [x.clone() for x in (x_NK, r_NK, p_NK)]
         if kernels.split:
@@ -125,15 +132,41 @@ def test_an_iteration_in_kernels_is_that_of_plain_operations(kind):
 
 
 @KINDS
+@pytest.mark.parametrize("is_gain", [False, True])
+def test_kernels_look_at_columns_as_the_host_would(kind, is_gain):
+    """After every third iteration; how far the worst column is from its goal is known to float32."""
+    from qprecon.backends._pcg.scalars import Scalars
+
+    r_NK, kernels, _ = _iteration(kind)
+    x_NK, scalars = torch.zeros_like(r_NK), Scalars.zeros(r_NK)
+    goal = _goal(r_NK, tolerance=1e-3, is_gain=is_gain, base=0.0)
+    p_NK = kernels.begin(r_NK, scalars, goal)
+    goal.base_K[:] = 0.0 if is_gain else 4.0 * float(scalars.rz_K.max())
+    stopped = []
+    for iteration in range(1, 31):
+        kernels.step(x_NK, r_NK, p_NK, scalars)
+        mine = scalars.take(torch.arange(r_NK.shape[1], device="cuda"))
+        if iteration % 3 == 0:
+            mine.active_K |= mine.finished_K & (mine.iterations_K == iteration)  # as they were before the kernel looked
+            mine.finished_K &= mine.iterations_K < iteration
+            far = goal.look(mine)
+            assert torch.equal(mine.active_K, scalars.active_K) and torch.equal(mine.finished_K, scalars.finished_K)
+            assert kernels.look(scalars, goal) == (pytest.approx(far[0], rel=1e-6), far[1])
+        stopped.append(int(scalars.finished_K.sum()))
+    assert stopped[1] == stopped[0] == 0 < stopped[-1]
+    assert all(stopped[i] == stopped[i - 1] for i in range(1, 30) if (i + 1) % 3)
+
+
+@KINDS
 def test_a_recorded_iteration_gives_the_same_bits(kind):
     """A column frozen on the way included. What is recorded takes no memory, however often."""
     from qprecon.backends._pcg.recorded import recorded
-    from qprecon.backends._pcg.vectors import Scalars
+    from qprecon.backends._pcg.scalars import Scalars
 
     def run(graph: bool) -> tuple[torch.Tensor, ...]:
         r_NK, ops, _ = _iteration(kind)
         x_NK, scalars = torch.zeros_like(r_NK), Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, scalars)
+        p_NK = ops.begin(r_NK, scalars, _goal(r_NK))
         step = lambda: ops.step(x_NK, r_NK, p_NK, scalars)  # noqa: E731
         step()
         again = recorded(step, x_NK) if graph else step

@@ -75,7 +75,7 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
     module, launches = kernels
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None, out=None: out.fill_(len(a)))  # what it holds is not looked at
     from qprecon.backends._pcg import factor, precondition, product
-    from qprecon.backends._pcg.vectors import Scalars
+    from qprecon.backends._pcg.scalars import Goal, Scalars
 
     h_NN, r_NK, mask_NK = torch.eye(8) + 1.0, torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool)
     low = precondition.LowRank(torch.ones(8, 2), torch.ones(8))
@@ -83,7 +83,8 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
     apply = precondition.for_columns(low, mask_NK, factor.FactorInPieces if split else factor.Factor)
     multiply = product.product(h_NN, low.factor_Nr, "bf16" if split else "full")
     fused, scalars = module.Fused(mask_NK, multiply, apply), Scalars.zeros(r_NK)
-    p_NK, x_NK = fused.begin(r_NK, scalars), torch.zeros_like(r_NK)
+    goal = Goal(torch.ones(4, dtype=torch.float64), False, 1e-4, 3)
+    p_NK, x_NK = fused.begin(r_NK, scalars, goal), torch.zeros_like(r_NK)
     before = len(launches)
     with torch.autograd.profiler.profile(profile_memory=True) as seen:
         fused.step(x_NK, r_NK, p_NK, scalars)

@@ -31,7 +31,7 @@ def known(name: str) -> tuple[Problem, reference.Truth, qprecon.ColumnQP, Certif
     """A family with its optimum, as the core sees it, and the core's certificate."""
     problem = FAMILIES[name].build()
     qp = column_qp(problem)
-    return problem, reference.solve(problem), qp, certificate(qp)
+    return problem, reference.solve(problem), qp, certificate(qp.hessian)
 
 
 def project(problem: Problem, new_NK: np.ndarray) -> np.ndarray:
@@ -128,7 +128,7 @@ def test_looseness_on_real_layers(name: str, damping: float) -> None:
             mask_NK=problem.mask_NK[alive_N],
         )
     truth, qp = reference.solve(problem), column_qp(problem)
-    cert, ratios = certificate(qp), []
+    cert, ratios = certificate(qp.hessian), []
     for steps in (4, 8, 16, 32, 64):
         new_NK = cg_steps(problem, steps)
         gap_K = reference.gap(problem, new_NK, truth)

@@ -16,7 +16,7 @@ from tests.fuzz.exact import Exact, quadratic_gain
 def of(h_NN: np.ndarray, damping: float = 0.0) -> Certificate:
     """The certificate of an H alone."""
     n = len(h_NN)
-    return certificate(qprecon.ColumnQP(h_NN, np.ones((n, 1)), np.ones((n, 1), dtype=bool), damping=damping))
+    return certificate(qprecon.ColumnQP(h_NN, np.ones((n, 1)), np.ones((n, 1), dtype=bool), damping=damping).hessian)
 
 
 def hessian(kind: str, n: int = 16) -> np.ndarray:
@@ -94,7 +94,7 @@ def test_what_an_entry_is_known_to() -> None:
     assert of((h_NN + lower_NN).astype(np.float64)).entry == single, "not quite symmetric: the mean of two is taken"
     assert of(hessian("ordinary")).entry == double
     problem = qprecon.ColumnQP(torch.from_numpy(h_NN).double(), torch.ones(16, 1), torch.ones(16, 1, dtype=torch.bool))
-    assert certificate(problem).entry == single
+    assert certificate(problem.hessian).entry == single
 
 
 CHANNELS = {

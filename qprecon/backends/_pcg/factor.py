@@ -7,9 +7,8 @@ gave 3e-7 at most. Fᵀx took about as long as in float32, Ft down to half as lo
 
 from __future__ import annotations
 
-from ...arrays.interop import Array, namespace
+from ...arrays.interop import TRITON, Array, namespace
 from ...arrays.linalg import bfloat16_parts
-from .vectors import TRITON
 
 
 class Factor:

@@ -14,6 +14,7 @@ import triton
 
 from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _thin, _turn, pieces
 from .product import Split
+from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
 
 FLOAT = torch.float32
 
@@ -27,9 +28,9 @@ class Fused:
         self.mask_NK, self.multiply, self.apply = mask_NK.contiguous(), multiply, apply
         self.split = self.is_rough = isinstance(multiply, Split)
 
-    def begin(self, r_NK: torch.Tensor, scalars: Any) -> torch.Tensor:
+    def begin(self, r_NK: torch.Tensor, scalars: Scalars, goal: Goal) -> torch.Tensor:
         """First direction p, a new array; sets rz and active."""
-        p_NK = torch.empty_like(r_NK)
+        p_NK, self.goal = torch.zeros_like(r_NK), goal
         self._make_room(r_NK)
         scalars.active_K.fill_(True)
         with torch.cuda.device(r_NK.device):
@@ -37,10 +38,11 @@ class Fused:
                 pieces(r_NK, self.pieces_M3K[: len(r_NK)])
             w_NK = self._correction(r_NK)
             self._rz(r_NK, w_NK, scalars)
-            self._direct(p_NK, r_NK, w_NK, False)
+            self.ratio_K.zero_()  # β, so that the kernel of later directions makes the first one too
+            self._direct(p_NK, r_NK, w_NK)
         return p_NK
 
-    def step(self, x_NK: torch.Tensor, r_NK: torch.Tensor, p_NK: torch.Tensor, scalars: Any) -> None:
+    def step(self, x_NK: torch.Tensor, r_NK: torch.Tensor, p_NK: torch.Tensor, scalars: Scalars) -> None:
         """One iteration in place."""
         n, k = p_NK.shape
         with torch.cuda.device(p_NK.device):
@@ -55,12 +57,19 @@ class Fused:
             )
             w_NK = self._correction(r_NK)
             self._rz(r_NK, w_NK, scalars)
-            self._direct(p_NK, r_NK, w_NK, True)
+            self._direct(p_NK, r_NK, w_NK)
+
+    def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
+        """See ``Goal.look``: the kernels have done it, each column after so many iterations."""
+        return worst_of(self.far_K)
 
     def _make_room(self, r_NK: torch.Tensor) -> None:
         (n, k), empty, scaled = r_NK.shape, r_NK.new_empty, self.apply.scaled
         self.grid, self.line = (triton.cdiv(n, ROWS), triton.cdiv(k, COLS)), (triton.cdiv(k, LINE),)
         self.q_NK, self.partial_PK, self.ratio_K = torch.empty_like(r_NK), empty(self.grid[0], k), empty(k)
+        self.far_K = torch.zeros_like(self.ratio_K)
+        self.base_K = self.goal.base_K.contiguous()
+        self.limits = torch.tensor([SAFETY, self.goal.tolerance, LEAST], dtype=torch.float64).to(r_NK.device, non_blocking=True)
         rank = 0 if scaled is None else scaled.factor_Nr.shape[1]
         self.thin_grid = (triton.cdiv(rank, THIN), triton.cdiv(k, THIN))
         self.v_Kr1, self.t_Kr1 = empty(k, rank, 1), empty(k, rank, 1)
@@ -99,19 +108,22 @@ class Fused:
         k, rank, _ = self.v_Kr1.shape
         _thin[self.thin_grid](t, out, rank, k, stride, summed, stacked, THIN, THIN)
 
-    def _rz(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, scalars: Any) -> None:
+    def _rz(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, scalars: Scalars) -> None:
         """rᵀz of the new r, and its ratio to the old."""
         (n, k), has_w = r_NK.shape, w_NK is not None
         w_NK = r_NK if w_NK is None else w_NK
         inverse_N1 = self.apply.inverse_diagonal_N1
         _dot_z[self.grid](r_NK, w_NK, self.mask_NK, inverse_N1, self.partial_PK, n, k, has_w, ROWS, COLS)
-        _beta[self.line](self.partial_PK, scalars.rz_K, scalars.active_K, self.ratio_K, len(self.partial_PK), k, LINE)
+        _beta[self.line](
+            self.partial_PK, scalars.rz_K, scalars.active_K, self.ratio_K, scalars.gain_K, scalars.finished_K, scalars.iterations_K,
+            self.base_K, self.limits, self.far_K, len(self.partial_PK), k, self.goal.every, self.goal.is_gain, LINE,
+        )  # fmt: skip
 
-    def _direct(self, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None, has_p: bool) -> None:
+    def _direct(self, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None) -> None:
         """p = z + βp."""
         (n, k), has_w = r_NK.shape, w_NK is not None
         w_NK = r_NK if w_NK is None else w_NK
         _turn[self.grid](
-            p_NK, r_NK, w_NK, self.mask_NK, self.apply.inverse_diagonal_N1, self.pieces_M3K, self.ratio_K, n, k, has_w, has_p,
+            p_NK, r_NK, w_NK, self.mask_NK, self.apply.inverse_diagonal_N1, self.pieces_M3K, self.ratio_K, n, k, has_w,
             self.split, ROWS, COLS,
         )  # fmt: skip

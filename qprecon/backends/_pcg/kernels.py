@@ -75,7 +75,11 @@ def _alpha(partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr,
 
 
 @triton.jit(**_VARIED)
-def _beta(partial_ptr, rz_ptr, active_ptr, beta_ptr, parts, k, COLS: tl.constexpr):
+def _beta(
+    partial_ptr, rz_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr, limits_ptr, far_ptr, parts, k,
+    EVERY: tl.constexpr, IS_GAIN: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """β, and after every so many iterations ``vectors.Goal.look`` of the columns that go on; how far they are from their goal."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
     fresh = tl.zeros((COLS,), tl.float32)
@@ -85,7 +89,21 @@ def _beta(partial_ptr, rz_ptr, active_ptr, beta_ptr, parts, k, COLS: tl.constexp
     active = tl.load(active_ptr + cols, inside, 0) != 0
     tl.store(beta_ptr + cols, tl.where(active, fresh / tl.where(active, rz, 1.0), 0.0), inside)
     tl.store(rz_ptr + cols, fresh, inside)
-    tl.store(active_ptr + cols, active & (fresh > 0.0), inside)
+    active = active & (fresh > 0.0)
+    iteration = tl.load(iterations_ptr + cols, inside, 0)
+    gap = tl.load(limits_ptr) * fresh.to(tl.float64)
+    total, gain = tl.load(base_ptr + cols, inside, 1.0), tl.load(gain_ptr + cols, inside, 0.0).to(tl.float64)
+    total = total + gain if IS_GAIN else total - gain - gap
+    enough = tl.load(limits_ptr + 1) * tl.maximum(total, tl.load(limits_ptr + 2))
+    looked = active & (iteration > 0) & (iteration % EVERY == 0)
+    done = looked & (gap <= enough)
+    tl.store(finished_ptr + cols, done, inside & done)
+    tl.store(active_ptr + cols, active & (done == 0), inside)
+    far = gap / enough
+    far = tl.where(far == far, far, float("inf"))
+    before = tl.load(far_ptr + cols, inside, 0.0)
+    far = tl.where(active & (done == 0), tl.where(looked, far, before.to(tl.float64)), 0.0)
+    tl.store(far_ptr + cols, far.to(tl.float32), inside)
 
 
 @triton.jit(**_VARIED)
@@ -100,12 +118,11 @@ def _dot_z(
 @triton.jit(**_VARIED)
 def _turn(
     p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, pieces_ptr, beta_ptr, n, k,
-    HAS_W: tl.constexpr, HAS_P: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    HAS_W: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
     p, _ = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W)
-    if HAS_P:
-        p += tl.load(beta_ptr + cols, cols < k, 0.0) * tl.load(p_ptr + at, inside, 0.0)
+    p += tl.load(beta_ptr + cols, cols < k, 0.0) * tl.load(p_ptr + at, inside, 0.0)
     tl.store(p_ptr + at, p, inside)
     if PIECES:
         _store_pieces(pieces_ptr, p, rows, cols, inside, k)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...arrays.halves import unit_of
-from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, like, namespace
+from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, like, namespace
 from ...arrays.linalg import identity
 from .factor import Factor
-from .vectors import TRITON
 
 _OVERSAMPLING = 8
+_HOST_CORE = 48  # rows of a matrix whose eigenvectors the host finds sooner than a GPU
 _INNER_BYTES = 2.0**28
 _SLAB = 2.0**26  # entries
 _ALIGNMENT = 64  # columns of a product: an odd width costs tensor cores most of their speed
@@ -75,24 +75,35 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     xp, n = namespace(hessian_NN), hessian_NN.shape[0]
     undamped = lambda x_Nr: hessian_NN @ x_Nr - ridge * x_Nr  # noqa: E731
     basis_Nr = gaussian(n, min(n, rank + _OVERSAMPLING), hessian_NN)
-    if not power_steps:
-        basis_Nr = _orthonormal(basis_Nr)
-    for _ in range(power_steps):
-        basis_Nr = _orthonormal(undamped(basis_Nr))
+    for _ in range(max(power_steps, 1)):
+        basis_Nr = _orthonormal(undamped(basis_Nr) if power_steps else basis_Nr)
     image_Nr = undamped(basis_Nr)
     core_rr = cast(basis_Nr.T @ image_Nr, "float64")
-    values_r, vectors_rr = xp.linalg.eigh(0.5 * (core_rr + core_rr.T))
-    keep = slice(max(0, len(values_r) - rank), None)
-    top = float(values_r[-1])
-    # directions that are noise at this precision would make FFᵀ exceed H
-    floor = 32.0 * _epsilon(hessian_NN) * max(top, 0.0)
-    scale_r = xp.where(values_r > floor, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5
-    factor_Nr = image_Nr @ cast((vectors_rr * scale_r[None, :])[:, keep], dtype_name(hessian_NN))
+    mixing_rr, top = _mixing(0.5 * (core_rr + core_rr.T), rank, 32.0 * _epsilon(hessian_NN))
+    factor_Nr = image_Nr @ cast(mixing_rr, dtype_name(hessian_NN))
     captured_N = (factor_Nr * factor_Nr).sum(1)
     rest_N = hessian_NN.diagonal() - ridge - captured_N
-    smallest = max(ridge, 1e-7 * max(top, 0.0) / max(n, 1), 1e-30)
+    smallest = max(ridge, 1e-7 * top / max(n, 1), 1e-30)
     diagonal_N = xp.maximum(rest_N, xp.zeros_like(rest_N)) + _LEAK * _epsilon(hessian_NN) * captured_N + smallest
     return LowRank(factor_Nr, diagonal_N)
+
+
+def _mixing(core_rr: Array, rank: int, noise: float) -> tuple[Array, float]:
+    """Columns V with VVᵀ about the inverse of the core, for its ``rank`` largest eigenvalues, and the largest one.
+
+    Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: theirs are zero. A
+    small core is taken apart by the host: on a GPU that is a hundred kernels.
+    """
+    where = core_rr
+    if kind_of(core_rr) == "torch" and len(core_rr) <= _HOST_CORE:
+        core_rr = core_rr.cpu()
+    xp = namespace(core_rr)
+    values_r, vectors_rr = xp.linalg.eigh(core_rr)
+    keep = slice(max(0, len(values_r) - rank), None)
+    top = max(float(values_r[-1]), 0.0)
+    scale_r = xp.where(values_r > noise * top, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5
+    mixing_rr = (vectors_rr * scale_r[None, :])[:, keep]
+    return mixing_rr if xp is np else mixing_rr.to(where.device, non_blocking=True), top
 
 
 def jacobi(hessian_NN: Array) -> Preconditioner:
@@ -193,12 +204,13 @@ def _orthonormal(x_Nr: Array) -> Array:
     if device_type(x_Nr) != "cuda":
         return namespace(x_Nr).linalg.qr(x_Nr)[0]
     torch = namespace(x_Nr)
-    basis_Nr = x_Nr.double()
+    basis_Nr, failed = x_Nr.double(), []
     for _ in range(2):
-        factor_rr, failed = torch.linalg.cholesky_ex(basis_Nr.T @ basis_Nr)
-        if bool(failed):  # fewer directions than columns
-            return torch.linalg.qr(x_Nr)[0]
+        factor_rr, info = torch.linalg.cholesky_ex(basis_Nr.T @ basis_Nr)
+        failed.append(info)
         basis_Nr = torch.linalg.solve_triangular(factor_rr.T, basis_Nr, upper=True, left=False)
+    if bool(torch.stack(failed).any()):  # fewer directions than columns
+        return torch.linalg.qr(x_Nr)[0]
     return basis_Nr.to(x_Nr.dtype)
 
 

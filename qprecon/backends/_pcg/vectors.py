@@ -6,34 +6,14 @@ read and written about half as often.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
+from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, namespace
 from ...arrays.linalg import column_dots, take_columns
+from .scalars import Goal, Scalars
 
-TRITON = importlib.util.find_spec("triton") is not None
-
-
-@dataclass(eq=False)
-class Scalars:
-    """The numbers of each column, (K,): rᵀz, what f has gained (same dtype), whether it goes on (bool), iterations (int32)."""
-
-    rz_K: Array
-    gain_K: Array
-    active_K: Array
-    iterations_K: Array
-
-    @staticmethod
-    def zeros(like_NK: Array) -> Scalars:
-        """Before the first iteration."""
-        xp, first = namespace(like_NK), like_NK[0]
-        return Scalars(xp.zeros_like(first), xp.zeros_like(first), first != first, xp.zeros_like(first, dtype=xp.int32))
-
-    def take(self, index: Array) -> Scalars:
-        """Of some of the columns."""
-        return Scalars(self.rz_K[index], self.gain_K[index], self.active_K[index], self.iterations_K[index])
+_KERNELS_FROM = 2**13  # weights, padding included: kernels are not compiled for less
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +32,15 @@ class Plain:
         """For some of the columns."""
         return Plain(take_columns(self.mask_NK, index), self.multiply, self.apply.take(index))
 
-    def begin(self, r_NK: Array, scalars: Scalars) -> Array:
+    def begin(self, r_NK: Array, scalars: Scalars, goal: Goal) -> Array:
         """First direction p = z = C⁻¹r, a new array; sets rz and active."""
         z_NK, scalars.rz_K = self._precondition(r_NK)
         scalars.active_K = scalars.rz_K > 0
         return z_NK
+
+    def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
+        """See ``Goal.look``."""
+        return goal.look(scalars)
 
     def step(self, x_NK: Array, r_NK: Array, p_NK: Array, scalars: Scalars) -> None:
         """One iteration of every active column, in place; a finished column's step is zero.
@@ -95,7 +79,8 @@ class Plain:
 
 def vectors(like_NK: Array, mask_NK: Array, multiply: Any, apply: Any) -> Any:
     """The operations for arrays like ``like_NK``; ``mask_NK`` is bool."""
-    if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32":
+    n, k = like_NK.shape
+    if TRITON and device_type(like_NK) == "cuda" and dtype_name(like_NK) == "float32" and n * k > _KERNELS_FROM:
         from .fused import Fused
 
         return Fused(mask_NK, multiply, apply)

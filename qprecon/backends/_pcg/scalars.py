@@ -1,0 +1,73 @@
+"""The numbers of each column while it is iterated, and when a column is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from ...arrays.interop import Array, cast, namespace, to_numpy
+
+SAFETY = 2.0  # the energy error left is about SAFETY·rᵀC⁻¹r on real layers
+LEAST = 1e-6  # of the start's objective, in whose units columns are given, that errors are relative to
+
+
+@dataclass(eq=False)
+class Scalars:
+    """The numbers of each column, (K,): rᵀz, what f has gained (same dtype), whether it goes on, whether it is done (bool), and
+    iterations (int32)."""
+
+    rz_K: Array
+    gain_K: Array
+    active_K: Array
+    finished_K: Array
+    iterations_K: Array
+
+    @staticmethod
+    def zeros(like_NK: Array) -> Scalars:
+        """Before the first iteration."""
+        xp, first = namespace(like_NK), like_NK[0]
+        zero_K = xp.zeros_like(first)
+        no_K = zero_K != zero_K
+        return Scalars(zero_K, zero_K + 0, no_K, no_K | no_K, xp.zeros_like(first, dtype=xp.int32))
+
+    def take(self, index: Array) -> Scalars:
+        """Of some of the columns."""
+        return Scalars(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Goal:
+    """When a column is done: once the energy error left, about ``_SAFETY`` · rᵀz, is at most ``tolerance`` of what f comes to.
+
+    Attributes:
+        base_K: f of the start, (K,) float64, or with an explicit right-hand side, where f has no zero, what was gained before.
+        is_gain: the latter.
+        tolerance: relative.
+        every: iterations between looks.
+    """
+
+    base_K: Array
+    is_gain: bool
+    tolerance: float
+    every: int
+
+    def take(self, index: Array) -> Goal:
+        """Of some of the columns."""
+        return replace(self, base_K=self.base_K[index])
+
+    def look(self, scalars: Scalars) -> tuple[float, int]:
+        """Stop the columns that are done; how many times too large the worst other one's error is, and how many go on."""
+        gap_K, xp = SAFETY * cast(scalars.rz_K, "float64"), namespace(scalars.rz_K)
+        total_K = self.base_K + scalars.gain_K if self.is_gain else self.base_K - scalars.gain_K - gap_K
+        enough_K = self.tolerance * xp.maximum(total_K, xp.full_like(total_K, LEAST))
+        scalars.finished_K |= (gap_K <= enough_K) & (gap_K >= 0)
+        scalars.active_K &= ~scalars.finished_K  # in its place, where a recorded step looks for it
+        return worst_of(xp.where(scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K)))
+
+
+def worst_of(far_K: Array) -> tuple[float, int]:
+    """The largest number and how many are above 0; no number counts as infinite. One look at the device."""
+    known_K = to_numpy(far_K)
+    known_K = np.where(np.isnan(known_K), np.inf, known_K)
+    return float(known_K.max(initial=0.0)), int((known_K > 0).sum())

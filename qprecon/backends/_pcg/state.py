@@ -1,0 +1,94 @@
+"""The iterates of the columns of a chunk, and what becomes of those that leave it early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...arrays.chunks import filled
+from ...arrays.interop import Array, cast, like, namespace, to_numpy
+from ...arrays.linalg import take_columns
+from ...contract.interface import Chunk
+from .scalars import Goal, Scalars
+
+
+@dataclass(eq=False)
+class Out:
+    """What all columns came to, while only some of them go on."""
+
+    x_NK: Array
+    words: np.ndarray
+    iterations: np.ndarray
+    running: np.ndarray  # the columns of the state
+
+    def put(self, state: State, status: str) -> None:
+        """Write the state's columns to their places."""
+        self.x_NK[:, like(self.running, self.x_NK)] = state.x_NK
+        self.words[self.running], self.iterations[self.running] = state.report(status)
+
+
+def leave_finished(out: Out | None, state: State) -> tuple[Out | None, State]:
+    """Once half of the columns are done, go on with the others alone."""
+    active = np.flatnonzero(to_numpy(state.scalars.active_K))
+    width = state.x_NK.shape[1]
+    if 2 * len(active) > width:
+        return out, state
+    if out is None:
+        xp = namespace(state.x_NK)
+        out = Out(xp.empty_like(state.x_NK), filled(width, ""), np.zeros(width, np.int64), np.arange(width))
+    out.put(state, "")
+    out.running = out.running[active]
+    return out, state.take(like(active, state.x_NK))
+
+
+@dataclass(eq=False)
+class State:
+    """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries."""
+
+    goal: Goal
+    ops: Any
+    x_NK: Array
+    r_NK: Array
+    p_NK: Array
+    scalars: Scalars
+
+    @staticmethod
+    def begin(chunk: Chunk, ops: Any, every: int) -> State:
+        """At a chunk's start; ``every``: iterations between looks."""
+        xp = namespace(chunk.residual_NK)
+        r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
+        if xp is not np:
+            r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
+        scalars, is_gain = Scalars.zeros(r_NK), chunk.linear_NK is not None
+        base_K = cast(chunk.improved_K if is_gain else chunk.start_objective_K, "float64")
+        goal = Goal(base_K, is_gain, chunk.tolerance, every)
+        p_NK = ops.begin(r_NK, scalars, goal)
+        scalars.finished_K |= scalars.rz_K == 0
+        return State(goal, ops, xp.zeros_like(r_NK), r_NK, p_NK, scalars)
+
+    def take(self, index: Array) -> State:
+        """Only some of the columns."""
+        vectors_NK = (take_columns(x_NK, index) for x_NK in (self.x_NK, self.r_NK, self.p_NK))
+        return State(self.goal.take(index), self.ops.take(index), *vectors_NK, self.scalars.take(index))
+
+    def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
+        """A word for each column, ``status`` for those still active, and their iterations."""
+        facts = (self.scalars.active_K, self.broken(), self.scalars.iterations_K)
+        active_K, broken_K, iterations_K = to_numpy(namespace(self.x_NK).stack([cast(fact, "int32") for fact in facts]))  # one look
+        words = filled(len(active_K), "converged")
+        words[active_K != 0], words[broken_K != 0] = status, "breakdown"
+        return words, np.array(iterations_K)
+
+    def step(self) -> None:
+        """One iteration of every active column; a finished column's step is zero."""
+        self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
+
+    def look(self, iteration: int) -> tuple[float, int]:
+        """See ``Goal.look``; kernels have done the usual ones."""
+        return self.goal.look(self.scalars) if iteration % self.goal.every else self.ops.look(self.scalars, self.goal)
+
+    def broken(self) -> Array:
+        """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""
+        return ~self.scalars.active_K & ~self.scalars.finished_K & (self.scalars.rz_K != 0)
