@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qprecon import cli
-from tests.llm.toy_text import toy_llama, toy_tokenizer, words
+from tests.llm.toy_text import toy_folder
 
 # Arguments by what stands for their value in the help; every one is either a path or none.
 PATHS = {"MODEL", "DENSE", "OUT", "FILE", "PATH", "DIR", "FILE|builtin|c4[:SHARE]", "PROBLEM.npz", "OUT.npz"}
@@ -52,9 +52,7 @@ def test_every_argument_that_names_a_path_is_tried():
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
-    toy_llama(positions=128).save_pretrained(folder / "model")
-    toy_tokenizer().save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(words(400))
+    toy_folder(folder / "model", folder / "text.txt", 400)
     np.savez(folder / "problem.npz", H=np.eye(4), W=np.ones((4, 2)), mask=np.ones((4, 2)))
     return folder
 

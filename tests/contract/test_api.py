@@ -94,6 +94,28 @@ def test_no_inputs() -> None:
     assert solution.optimal.all()
 
 
+def test_answers_that_h_is_too_rough_to_judge_are_uncertified() -> None:
+    """H of rank 8 in float32, undamped: they look better than the masked weights, by less than H is known to."""
+    arguments = FAMILIES["rank_8_of_256"].build().arguments()
+    arguments |= {name: np.asarray(arguments[name], dtype=np.float32) for name in ("H", "W")}
+    solution = qprecon.solve(**arguments, backend="admm")
+    fell_back = solution.fell_back
+    assert fell_back.any() and set(solution.status[fell_back]) == {Status.UNCERTIFIED}
+    masked = arguments["W"] * (np.asarray(arguments["mask"]) != 0)
+    assert np.array_equal(np.asarray(solution.weights)[:, fell_back], masked[:, fell_back])
+
+
+@pytest.mark.parametrize("with_rhs", [False, True])
+def test_a_start_that_nothing_improves_is_certified(with_rhs: bool) -> None:
+    """The optimum as a warm start, and a backend that is stopped before it comes near."""
+    arguments = FAMILIES["well_conditioned"].build().arguments() | {"dtype": "float64", "damping": 0.01}
+    if with_rhs:
+        arguments["rhs"] = np.asarray(arguments["H"]) @ np.asarray(arguments["W"])[:, ::-1]
+    best = qprecon.solve(**arguments, backend="cholesky")
+    solution = qprecon.solve(**arguments, backend="admm", warm_start=best.weights, max_iterations=1)
+    assert best.optimal.all() and solution.optimal.all()
+
+
 def test_status_messages_say_what_to_do() -> None:
     """Every status but OPTIMAL ends with a remedy."""
     for status in Status:

@@ -1,5 +1,7 @@
 """A word tokenizer and a tiny Llama, made on the spot."""
 
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -42,3 +44,10 @@ def toy_llama(positions: int = 131072, layers: int = 2) -> LlamaForCausalLM:
         initializer_range=0.5,  # far from uniform, so that a wrong target or a shifted window changes the loss
     )
     return LlamaForCausalLM(config).eval()
+
+
+def toy_folder(model: Path, text: Path, count: int) -> None:
+    """Write a toy model of 128 positions with its tokenizer, and a text of so many words for it."""
+    toy_llama(positions=128).save_pretrained(model)
+    toy_tokenizer().save_pretrained(model)
+    text.write_text(words(count))

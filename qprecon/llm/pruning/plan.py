@@ -127,7 +127,8 @@ def plan_layers(
             own.check(view.n_inputs, view.name)
             layers[-1].append(LayerPlan(view, own))
     if not any(layers):
-        raise ValueError("targets, ignore and pattern together leave no layer to prune")
+        kept = next((f"; {name}: {reason}" for name, reason in left_out if reason != NOT_ASKED and wanted(name)), "")
+        raise ValueError(f"targets, ignore and pattern together leave no layer to prune{kept}")
     return Plan(tuple(blocks), tuple(tuple(items) for items in layers), tuple(left_out))
 
 

@@ -15,6 +15,7 @@ from qprecon import files
 from qprecon.errors import BadFileError
 from qprecon.llm.model.targets import ATTENTION, as_patterns
 from qprecon.llm.settings.aliases import ALIASES, KEYS, SETTINGS, meant, overridden
+from qprecon.llm.settings.fields import type_hints
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.run import Run
 from qprecon.llm.settings.stages import of_other_tools, without_stage
@@ -141,8 +142,17 @@ def _translated(words: Mapping[str, Any]) -> dict[str, Any]:
         if key in said:
             raise ValueError(f"{said[key]!r} and {word!r} are the same thing; keep one")
         said[key] = word
-        arguments[key] = value
+        arguments[key] = _switched(key, value)
     return {key: value for key, value in arguments.items() if value is not None}
+
+
+_SWITCHES = {name for of in (Recipe, Run) for name, hint in type_hints(of).items() if hint is bool}
+_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+
+
+def _switched(key: str, value: Any) -> Any:
+    """The truth value that a word of YAML 1.1 stands for, as a switch's; the help says "yes" of some too."""
+    return _WORDS.get(value.lower(), value) if key in _SWITCHES and isinstance(value, str) else value
 
 
 def _without_shorthands(words: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:

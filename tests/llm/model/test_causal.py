@@ -49,9 +49,9 @@ def test_models_that_see_later_tokens(kind, dtype):
 
 def test_a_block_that_is_called_several_times():
     """As looped models do; that was a TypeError."""
-    causal, seeing = build("llama"), bert()
-    for layers in (causal.model.layers, seeing.bert.encoder.layer):
-        layers.append(layers[0])
+    causal, seeing = build("llama"), without_a_mask()
+    for layers in (causal.model.layers, seeing.model.layers):
+        layers[1] = layers[0]
     assert not sees_later_tokens(causal) and sees_later_tokens(seeing)
     assert perplexity(causal, tokens(2), seqlen=16).value > 1
 

@@ -48,6 +48,13 @@ def test_known_by_what_they_compute(name):
     assert recognised(norm.bfloat16()) == RMSNorm("weight", 1e-5, NORMS[name])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", NORMS)
+def test_on_a_gpu(name):
+    assert recognised(made(name), torch.device("cuda", 0)) == RMSNorm("weight", 1e-5, NORMS[name])
+
+
 def test_one_of_another_name_is_known_too():
     assert recognised(Own(lambda x, tiny: (x.pow(2).mean(-1, keepdim=True) + tiny).rsqrt())) == RMSNorm("gain", 1e-3, 0.0)
 

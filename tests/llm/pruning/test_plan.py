@@ -42,6 +42,16 @@ def test_targets_and_ignore():
     assert ("model.layers.0.self_attn.k_proj", "not asked for") in plan.excluded
 
 
+def test_why_no_layer_is_left():
+    """Blocks that are one module twice share all weights."""
+    model = build("llama")
+    model.model.layers[1] = model.model.layers[2] = model.model.layers[0]
+    with pytest.raises(ValueError, match="leave no layer to prune; .*tied to another parameter"):
+        plan_layers(model, 0.5)
+    with pytest.raises(ValueError, match="leave no layer to prune$"):
+        plan_layers(build("llama"), 0.5, ignore="model")
+
+
 def within_block(name):
     return re.sub(r"^.*?\.\d+\.", "", name)
 

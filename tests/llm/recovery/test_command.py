@@ -16,16 +16,14 @@ import qprecon
 from qprecon import cli
 from qprecon.llm import prune_model
 from tests.llm.recovery.pruned import views_of
-from tests.llm.toy_text import toy_llama, toy_tokenizer, words
+from tests.llm.toy_text import toy_folder, words
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A toy model, the same pruned, and a text."""
     path = tmp_path_factory.mktemp("toy")
-    toy_llama(positions=128).save_pretrained(path / "dense")
-    toy_tokenizer().save_pretrained(path / "dense")
-    (path / "calib.txt").write_text(words(600))
+    toy_folder(path / "dense", path / "calib.txt", 600)
     prune_model(
         path / "dense", [words(600)], out=path / "pruned", nsamples=8, seqlen=32, update="none", progress=False, device="cpu"
     )

@@ -205,6 +205,7 @@ def test_a_bad_recipe_names_the_culprit(tmp_path, text, culprits):
         ("sparsity: 0.5\nmask_structure: '2:4'\ndampening_frac: 0.001", dict(pattern="2:4", damping=0.001)),
         ("sparsity: 0.6\nmask_structure: '0:0'\ntargets: [Linear]\nignore: ['re:.*lm_head']",
          dict(sparsity=0.6, ignore=["re:.*lm_head"])),
+        ("order: yes\nresume: Off", dict(order=True, resume=False)),
         ("mask_file: m.npz\nskip_attention: false", dict(mask="given", mask_options={"masks": "m.npz"})),
         ("skip_attention: true\nignore: lm_head", dict(ignore=["lm_head", ATTENTION])),
     ],
