@@ -116,6 +116,15 @@ def test_a_start_that_nothing_improves_is_certified(with_rhs: bool) -> None:
     assert best.optimal.all() and solution.optimal.all()
 
 
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [({"tol": 1e-6, "damping": 1e-3}, "float32"), ({"tol": 9e-7, "damping": 0.1}, "float64"), ({"damping": 9e-4}, "float64")],
+)
+def test_the_dtype_is_chosen_as_documented(more: dict[str, Any], dtype: str) -> None:
+    single = {"H": np.eye(3, dtype=np.float32), "W": np.ones((3, 2), dtype=np.float32), "mask": MASK}
+    assert qprecon.solve(**single, **more).provenance.dtype == dtype
+
+
 def test_status_messages_say_what_to_do() -> None:
     """Every status but OPTIMAL ends with a remedy."""
     for status in Status:

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import qprecon
-from qprecon.backends import admm, pcg
+from qprecon.backends import admm, cholesky, pcg
+from qprecon.contract import RawColumns
 from qprecon.engine import solving
 from tests.contract.families import real_problem
 
@@ -43,6 +44,17 @@ def test_auto_finishes_what_pcg_leaves(lame, convert):
     assert (solution.iterations[:5] > 0).all()  # pcg's, though a direct method takes none
     reference = qprecon.solve(h_NN, w_NK, mask_NK, "cholesky", damping=0.01)
     np.testing.assert_allclose(solution.objective[sound], reference.objective[sound], rtol=1e-4)
+
+
+def test_a_finish_that_fails_takes_nothing_away(lame, monkeypatch):
+    """What was there before it was no fallback: it stays, with its status."""
+    broken = lambda system, options: lambda chunk: RawColumns(float("nan") * chunk.start_NK, "solved", 0)  # noqa: E731
+    monkeypatch.setattr(cholesky, "prepare", broken)
+    solution = qprecon.solve(*_problem(), damping=0.01)
+    alone = qprecon.solve(*_problem(), "pcg", damping=0.01)
+    assert solution.provenance.automatic["finished by"] == "cholesky: 5 columns"
+    assert list(solution.status) == list(alone.status) and solution.optimal.sum() == 195
+    assert not solution.fell_back.any() and torch.equal(solution.weights, alone.weights)
 
 
 def test_a_named_backend_is_left_alone(lame):
