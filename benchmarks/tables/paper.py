@@ -275,19 +275,12 @@ def layer_ratios(table: Table, mask: str, pattern: str = "50%", calibration: str
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--figures", type=Path, default=HERE.parent / "docs" / "figures")
-    parser.add_argument("--no-figures", action="store_true", help="tables only, without matplotlib")
     parsed = parser.parse_args(arguments)
     tables = load(parsed.results)
     out = parsed.results / "paper.md"
     head = "<!-- written by benchmarks/tables/paper.py from the JSON beside it; do not edit -->\n\n"
     out.write_text(head + "\n".join(sections(table) for table in tables), encoding="utf-8")
-    written = [out]
-    if not parsed.no_figures:
-        from benchmarks.tables.paper_figures import layer_figure, sizes_figure  # which uses what is here
-
-        written += layer_figure(tables, parsed.figures) + sizes_figure(tables, parsed.figures)
-    print("wrote " + ", ".join(map(str, written)))
+    print(f"wrote {out}")
     return 0
 
 

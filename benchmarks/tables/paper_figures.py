@@ -1,15 +1,21 @@
 """Figures of the paper's experiments: each layer's error, and perplexities over the number of calibration windows.
 
+    python benchmarks/tables/paper_figures.py
+
 They need matplotlib (pip install matplotlib).
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.tables.paper import SIZE_METHODS, WORDS, Table, layer_ratios, sizes_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.tables.paper import HERE, SIZE_METHODS, WORDS, Table, layer_ratios, load, sizes_of
 
 COLOURS = {"wanda": "#0072b2", "sparsegpt": "#d55e00", "thanos": "#009e73", "alps": "#cc79a7", "magnitude": "#999999"}
 
@@ -20,7 +26,7 @@ def _pyplot():
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise SystemExit("the figures need matplotlib: pip install matplotlib (or --no-figures)") from error
+        raise SystemExit("the figures need matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -94,3 +100,17 @@ def sizes_figure(tables: Sequence[Table], folder: Path) -> list[Path]:
         axis.set_title(f"{table.model}, 50 %", loc="left")
         axis.legend(frameon=False)
     return _save(figure, folder, "calibration_size")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "figures")
+    parsed = parser.parse_args(arguments)
+    tables = load(parsed.results)
+    print("wrote " + ", ".join(map(str, layer_figure(tables, parsed.out) + sizes_figure(tables, parsed.out))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,7 +56,7 @@ def test_every_row_then_none_then_tables(bench, capsys):
     text = (out / "paper_toy.json").read_text()
     assert paper.main(common) == 0 and (out / "paper_toy.json").read_text() == text
 
-    assert paper_tables.main(["--results", str(out), "--no-figures"]) == 0
+    assert paper_tables.main(["--results", str(out)]) == 0
     page = (out / "paper.md").read_text()
     parts = (
         "calibrated on C4", "| Wanda | optimal |", "ProxSparse", "### Adam", "### Certificates", "damping 0.1", "| windows: 4 |",
@@ -92,7 +92,7 @@ def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
     found = with_accuracy[0]["accuracy"]
     assert found["average"] == pytest.approx(sum(task["acc"] for task in found["tasks"].values()) / 6)
     assert found["tasks"]["mmlu"]["items"] == 3
-    assert paper_tables.main(["--results", str(out), "--no-figures"]) == 0
+    assert paper_tables.main(["--results", str(out)]) == 0
     page = (out / "paper.md").read_text()
     assert "### Accuracy" in page and "all items (13)" in page
     assert f"| dense | – | – | {paper_tables._ppl(found)} | {100 * found['tasks']['mmlu']['acc']:.1f} |" in page
@@ -101,24 +101,24 @@ def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
 def test_figures(bench, tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks.models import paper
-    from benchmarks.tables import paper as paper_tables
+    from benchmarks.tables import paper_figures
 
     common, out = bench
     assert paper.main([*common, "--rows", "core,sizes"]) == 0
-    assert paper_tables.main(["--results", str(out), "--figures", str(tmp_path / "figures")]) == 0
+    assert paper_figures.main(["--results", str(out), "--out", str(tmp_path / "figures")]) == 0
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert names == {f"{name}.{kind}" for name in ("layer_error", "calibration_size") for kind in ("svg", "png")}
 
 
 def test_without_matplotlib_it_says_what_to_install(bench, monkeypatch):
     from benchmarks.models import paper
-    from benchmarks.tables import paper as paper_tables
+    from benchmarks.tables import paper_figures
 
     common, out = bench
     assert paper.main([*common, "--rows", "core"]) == 0
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
-        paper_tables.main(["--results", str(out), "--figures", str(out)])
+        paper_figures.main(["--results", str(out), "--out", str(out)])
 
 
 def test_reference_only_for_the_same_protocol(bench):
