@@ -180,9 +180,8 @@ class Recipe:
         LAYERS, choices=COMPUTE_DTYPES,
     )  # fmt: skip
     fused_norms: bool = option(
-        True, "on a GPU, compute an RMS norm as one operation: what the model's own seven give, up to their rounding", LAYERS,
-        default="yes",
-    )  # fmt: skip
+        False, "on a GPU, compute an RMS norm as one operation: what the model's own seven give, up to their rounding", LAYERS
+    )
 
     def __post_init__(self) -> None:
         if type(self.dtype).__name__ == "dtype":
