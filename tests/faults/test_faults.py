@@ -68,7 +68,8 @@ def test_damaged_files(server, models, tmp_path, tally):
 
 def test_out_of_memory(server, models, tmp_path, tally):
     out_of_memory(server, models, tmp_path, 12, tally, kinds=("llama", "llama-pickled"))
-    assert tally.counts["one line"] > 2 and tally.counts["finished all the same"] > 2
+    # which of them finish depends on the draw, and that on how many allocations a run makes
+    assert tally.counts["one line"] > 2 and tally.counts["one line"] + tally.counts["finished all the same"] == 12
 
 
 def test_out_of_memory_without_a_fork(models, tmp_path, tally, monkeypatch):
