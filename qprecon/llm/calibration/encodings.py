@@ -14,6 +14,13 @@ import numpy as np
 import torch
 
 
+# What tokenizers and their collators return beside the tokens; it changes nothing here. A model of one text has one kind of token.
+_BESIDE = {
+    "input_ids", "attention_mask", "labels", "length", "offset_mapping", "overflow_to_sample_mapping", "special_tokens_mask",
+    "token_type_ids",
+}  # fmt: skip
+
+
 def as_tensors(source: Any) -> Any:
     """Token ids in arrays of numpy, lists of numbers and lists of these, as tensors in their place; anything else as it is.
 
@@ -38,7 +45,7 @@ def encoded_rows(source: Any) -> list[torch.Tensor] | None:
     source: a mapping, a pair of tensors (ids, mask), or a list of mappings or pairs; ids and masks are (T,) or (S, T), in a mapping
     also lists. Two tensors are a pair if they have one shape and the second holds 0 and 1 only, which the first does not.
 
-    Raises ValueError, naming the sample, for a mapping without input_ids, a mask of another shape or with other entries than 0 and
+    Raises ValueError, naming the sample, for a mapping without input_ids or with inputs that are no tokens (pixel_values), a mask of another shape or with other entries than 0 and
     1, padding between tokens, and a row of nothing but padding; TypeError for ids that are no integers.
     """
     if not is_encoded(source):
@@ -87,6 +94,10 @@ def _rows(item: Any, what: str) -> list[torch.Tensor]:
     ids, mask = (item.get("input_ids"), item.get("attention_mask")) if isinstance(item, Mapping) else item
     if ids is None:
         raise ValueError(f"{what}: a mapping of tokens has 'input_ids'; this one has {', '.join(map(repr, item)) or 'nothing'}")
+    if isinstance(item, Mapping) and (others := [key for key in item if key not in _BESIDE]):
+        raise ValueError(
+            f"{what}: {others[0]!r} would be left out, as models are calibrated on tokens alone; give samples of text, without it"
+        )
     rows = _listed(ids, f"{what}: input_ids")
     if mask is None:
         return rows
@@ -111,7 +122,8 @@ def _listed(value: Any, what: str, bools: bool = False) -> list[torch.Tensor]:
         value = torch.from_numpy(value)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what} should be integers, it holds {getattr(value, 'dtype', type(value).__name__)}")
-    return token_rows(value.long() if bools and value.dtype == torch.bool else value, what)
+    numbers = bools and (value.dtype == torch.bool or (value.is_floating_point() and _is_mask(value)))
+    return token_rows(value.long() if numbers else value, what)
 
 
 def _cut(row_T: torch.Tensor, mask_T: torch.Tensor, what: str) -> torch.Tensor:

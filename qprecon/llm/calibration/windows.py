@@ -16,6 +16,8 @@ from qprecon.llm.calibration.tokenising import token_stream
 from qprecon.wording import counted
 
 DEFAULT_SEQLEN = 2048
+# Of a configuration: the token in whose place a model of several kinds of input puts one that is no text.
+_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
 BOS_POLICIES = ("auto", "each", "first", "none")
 USE_SEQLEN = "use seqlen={}"
 CUT_THEM = "windows of tokens are taken as they are; to have them cut, give one 1-D tensor of tokens, or text, and use seqlen={}"
@@ -90,9 +92,10 @@ def check_cut(seqlen: Any, bos: Any) -> None:
 
 
 def check_windows(model: Any, windows: Sequence[torch.Tensor], remedy: str = USE_SEQLEN) -> None:
-    """ValueError for windows longer than the model's positions and tokens outside its vocabulary.
+    """ValueError for windows longer than the model's positions, tokens outside its vocabulary, and places of images or sounds.
 
-    Both would fail late, or deep inside a GPU kernel. `remedy` is `check_length`'s.
+    The first two would fail late, or deep inside a GPU kernel; of the third only an empty word would be seen. `remedy` is
+    `check_length`'s.
     """
     check_length(model.config, max(window.numel() for window in windows), remedy)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -100,6 +103,13 @@ def check_windows(model: Any, windows: Sequence[torch.Tensor], remedy: str = USE
     if low < 0 or high >= vocabulary:
         bad = high if high >= vocabulary else low
         raise ValueError(f"token id {bad} is outside the model's vocabulary of {vocabulary:,}: is the tokenizer its own?")
+    for name in _PLACES:
+        token = getattr(model.config, name, None)
+        if isinstance(token, int) and any(bool((window == token).any()) for window in windows):
+            raise ValueError(
+                f"a window has token {token}, which holds the place of something that is no text ({name}), and nothing is put "
+                "there: models are calibrated on tokens alone; give windows of text"
+            )
 
 
 def check_length(config: Any, longest: int, remedy: str = USE_SEQLEN) -> None:

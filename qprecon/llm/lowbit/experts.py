@@ -1,4 +1,5 @@
-"""Fused experts in files: transformers writes some of them one by one, and reads them back into one parameter.
+"""Names in files that are not those in the model. Fused experts: transformers writes some of them one by one, and reads them back
+into one parameter.
 
 A fused parameter of gate and up becomes two matrices for each expert, under names of the model's own history. The values of a
 written matrix show which columns of a view it holds, so that no architecture has to be known here.
@@ -21,13 +22,28 @@ def written_one_by_one(model: nn.Module, views: Sequence[LinearView]) -> LinearV
     fused = [view for view in views if view.expert is not None]
     if not fused:
         return None
+    if (written := _written(model)) is None:
+        return fused[0]
+    held = {_expert(name) for name, tensor in written.items() if tensor.ndim == 2}
+    return next((view for view in fused if _expert(view.name) not in held), None)
+
+
+def written_elsewhere(model: nn.Module, views: Sequence[LinearView]) -> LinearView | None:
+    """The first layer that the model's files hold under another name, as those of some vision-language models; None without any."""
+    own = [view for view in views if view.expert is None]
+    if (written := _written(model)) is not None:
+        return next((view for view in own if f"{view.name}.weight" not in written), None)
+    renamed = [re.compile(pattern) for pattern in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).values()]
+    return next((view for view in own if any(pattern.match(view.name) for pattern in renamed)), None)
+
+
+def _written(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The tensors of the model's files by name, without values; None with transformers 4, which converts no weights."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 converts nothing
-        return fused[0]
-    shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    held = {_expert(name) for name, tensor in revert_weight_conversion(model, shapes).items() if tensor.ndim == 2}
-    return next((view for view in fused if _expert(view.name) not in held), None)
+    except ImportError:
+        return None
+    return revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in model.state_dict().items()})
 
 
 def scales_of_experts(

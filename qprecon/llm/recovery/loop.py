@@ -222,8 +222,8 @@ def _journal(task: Task, model: Any, dense: Any, recovery: Recovery, out: Path, 
         "model": identity(model, task.pair.model),
         "dense model": identity(dense, task.pair.dense),
         "masks": digest({item.name: item.bits for item in task.selected.trained}),
-        "calibration": digest([*task.windows]),
         **digest(recovery.settings()),
+        "calibration": digest({"tokens": torch.cat([*task.windows]), "lengths": torch.tensor([len(own) for own in task.windows])}),
         "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "cpu",
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)

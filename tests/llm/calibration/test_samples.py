@@ -48,6 +48,16 @@ def test_arrays_and_lists_of_numbers_are_windows_too():
     assert all(perplexity(model, given, seqlen=16).value == wanted for given in forms(windows).values())
 
 
+@pytest.mark.parametrize("name", ["image_token_id", "image_token_index", "audio_token_id"])
+def test_the_place_of_an_image_is_no_text(name):
+    model, windows = build("llama"), tokens(5).clamp(max=90)
+    setattr(model.config, name, 91)
+    assert len(samples_of(model, windows)) == 5
+    windows[3, 7] = 91
+    with pytest.raises(ValueError, match=rf"token 91, which holds the place .*\({name}\).*tokens alone"):
+        samples_of(model, windows)
+
+
 def test_arrays_and_lists_that_are_no_tokens():
     model = build("llama")
     for given, said in (

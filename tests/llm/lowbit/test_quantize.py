@@ -15,6 +15,7 @@ from qprecon.llm.masks.given import load_masks
 from qprecon.llm.model.loading import load_causal_lm, load_whole
 from qprecon.llm.reporting.report import PruneReport
 from tests.llm.families import build, tokens
+from tests.llm.files.test_kinds import llava
 
 pytest.importorskip("compressed_tensors")
 
@@ -329,6 +330,17 @@ def test_a_class_that_asks_for_packed_weights_is_said_before_the_work_and_loaded
     assert len(said) == (quantize == "int4")
     found = load_whole(tmp_path / "out", device="cpu", dtype="auto")[0].state_dict()
     assert all(torch.equal(own, found[name]) for name, own in model.state_dict().items())
+
+
+def test_layers_under_another_name_in_the_files_are_refused_before_the_work(tmp_path):
+    """As those of vision-language models; in memory alone they are quantized."""
+    model, windows = llava().to(torch.bfloat16), tokens(3).clamp(max=90)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"language_model.*q_proj: .*under another name.*without quantize"):
+        prune_model(model, windows, preset="fast", quantize="int8", out=tmp_path / "out", progress=False)
+    assert all(map(torch.equal, before, model.parameters())) and not any(tmp_path.iterdir())
+    report = prune_model(model, windows, preset="fast", quantize="int8", progress=False)
+    assert report.sparsity == 0.5 and report.settings["quantize"] == "int8"
 
 
 def test_experts_without_their_whole_scale_are_not_read(tmp_path):
