@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 # What tokenizers and their collators return beside the tokens; it changes nothing here. A model of one text has one kind of token.
 _BESIDE = {
     "input_ids", "attention_mask", "labels", "length", "offset_mapping", "overflow_to_sample_mapping", "special_tokens_mask",
@@ -45,8 +44,9 @@ def encoded_rows(source: Any) -> list[torch.Tensor] | None:
     source: a mapping, a pair of tensors (ids, mask), or a list of mappings or pairs; ids and masks are (T,) or (S, T), in a mapping
     also lists. Two tensors are a pair if they have one shape and the second holds 0 and 1 only, which the first does not.
 
-    Raises ValueError, naming the sample, for a mapping without input_ids or with inputs that are no tokens (pixel_values), a mask of another shape or with other entries than 0 and
-    1, padding between tokens, and a row of nothing but padding; TypeError for ids that are no integers.
+    Raises ValueError, naming the sample, for a mapping without input_ids or with inputs that are no tokens (pixel_values), a mask
+    of another shape or with other entries than 0 and 1, padding between tokens, and a row of nothing but padding; TypeError for ids
+    that are no integers.
     """
     if not is_encoded(source):
         return None

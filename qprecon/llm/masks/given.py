@@ -233,8 +233,8 @@ def as_bool(value: object, name: str) -> torch.Tensor:
             raise
         raise ValueError(f"layer {name!r}: the mask is no array of numbers ({one_line(error)})") from error
     if mask.ndim != 2:
-        weights = "; a file of weights is no file of masks: for the zeros of a checkpoint give its folder" * mask.is_floating_point()
-        raise ValueError(f"layer {name!r}: a mask is two-dimensional, this one has shape {tuple(mask.shape)}{weights}")
+        hint = "; if these are weights, whose zeros are the mask: give the folder they lie in" if mask.is_floating_point() else ""
+        raise ValueError(f"layer {name!r}: a mask is two-dimensional, this one has shape {tuple(mask.shape)}{hint}")
     if mask.dtype != torch.bool:
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise ValueError(f"layer {name!r}: the mask has entries other than 0 and 1")

@@ -22,7 +22,7 @@ from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange
-from qprecon.llm.recovery.pair import check_dense, identity, load_pair, pruned_with, weight_size
+from qprecon.llm.recovery.pair import check_dense, identity, is_another, load_pair, pruned_with, weight_size
 from qprecon.llm.recovery.report import RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
@@ -182,6 +182,8 @@ def _opened(
         if ranks.first and sees_later_tokens(pair.model):
             log.note(f"{unpredicting(type(pair.model).__name__)}: the perplexities mean nothing, the divergence does")
         check_dense(pair.dense, selected.pruned)
+        if is_another(pair.model, pair.dense):
+            log.note("the dense model's embeddings are not those of the pruned one: is it the model that was pruned?")
         if out is not None and ranks.first:
             check_writable(pair.model, pair.tokenizer)
     samples = samples_for_all(

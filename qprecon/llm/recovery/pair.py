@@ -107,6 +107,15 @@ def check_dense(dense: nn.Module, pruned: Sequence[LinearView]) -> None:
         raise ValueError(f"dense: {zeros / total:.0%} of its weights in the pruned layers are zero, so it is no dense model")
 
 
+def is_another(pruned: nn.Module, dense: nn.Module) -> bool:
+    """Whether the dense model cannot be what was pruned: embeddings, which no mask touches, differ by over half of their size."""
+    own, other = (each.get_input_embeddings().weight.detach() for each in (pruned, dense))
+    if own.is_meta or other.is_meta:
+        return False
+    apart = torch.linalg.vector_norm(own.to(other.dtype) - other, dtype=_wide(other))
+    return bool(2 * apart > torch.linalg.vector_norm(other, dtype=_wide(other)))
+
+
 def weight_size(dense: nn.Module, pruned: Sequence[LinearView]) -> float:
     """The root mean square of a layer's dense weights: the median over the layers that are pruned."""
     parts = [own_part(view, view.parameter.detach()) for view in _same(dense, pruned)]

@@ -340,7 +340,7 @@ def test_layers_under_another_name_in_the_files_are_refused_before_the_work(tmp_
         prune_model(model, windows, preset="fast", quantize="int8", out=tmp_path / "out", progress=False)
     assert all(map(torch.equal, before, model.parameters())) and not any(tmp_path.iterdir())
     report = prune_model(model, windows, preset="fast", quantize="int8", progress=False)
-    assert report.sparsity == 0.5 and report.settings["quantize"] == "int8"
+    assert report.sparsity == pytest.approx(0.5, abs=1e-3) and report.settings["quantize"] == "int8"
 
 
 def test_experts_without_their_whole_scale_are_not_read(tmp_path):

@@ -93,7 +93,7 @@ def test_errors_name_the_layer(tmp_path):
         get_selector("given").select(layer(), None, masks={"a": torch.full((6, 4), float("nan"))})
     with pytest.raises(ValueError, match="layer 'a'.*two-dimensional"):
         load_masks({"a": torch.ones(3).bool()})
-    with pytest.raises(ValueError, match="layer 'a'.*two-dimensional.*give its folder"):
+    with pytest.raises(ValueError, match="layer 'a'.*two-dimensional.*give the folder"):
         load_masks({"a": torch.ones(3)})
     with pytest.raises(ValueError, match="no mask is given for layer 'c'.*1 mask "):
         get_selector("given").select(layer("c"), None, masks={"a": MASK_NK})

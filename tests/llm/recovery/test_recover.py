@@ -445,3 +445,16 @@ def test_one_window_is_too_few_and_names_need_an_output(tmp_path):
             run(source, other, out=tmp_path / "dense")
         with pytest.raises(ValueError, match="inside"):
             run(source, other, out=tmp_path / "dense" / "out")
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_dense_model_that_was_not_pruned_is_said(family):
+    """Embeddings tell, which no mask touches; fine-tuning since then is no other model."""
+    model, dense = pair(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 1.1
+    assert not any("embeddings" in note for note in run(model, dense, passes=1).warnings)
+    model, other = pair(family)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.copy_(other.get_input_embeddings().weight.flip(0))
+    assert any("dense model's embeddings are not those" in note for note in run(model, other, passes=1).warnings)
