@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.linalg  # noqa: F401  its BLAS is there before threads are counted
 import threadpoolctl
 
 from qprecon.arrays.linalg import cholesky, column_norms, exact_float32, fitting_threads
