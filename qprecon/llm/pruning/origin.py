@@ -170,8 +170,8 @@ def fingerprint(
         **versions(),
         "model files": shards.identity if of_all else shards.headers,
         "model configuration": digest({**model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
-        # OWL's sparsities come from all blocks, of which an interrupted run may have read some only.
-        "times of model files": shards.modified if settings["allocation"] == "owl" else {},
+        # Of all blocks only samples are compared, and the checksums of finished ones. Other times may hide other weights.
+        "times of model files": shards.modified if of_all else {},
         "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "device": device.type,  # which one of a kind makes no difference

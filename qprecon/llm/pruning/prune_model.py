@@ -228,7 +228,8 @@ def _opened(
     compute = computed_in(plan, recipe.compute_dtype, device)
     recorded["compute_dtype"] = "stored" if compute is None else str(compute).removeprefix("torch.")
     if compute is not None and ranks.first:
-        log.note(f"computed in {recorded['compute_dtype']}, stored in 16 bits as the model was")
+        stored = ", stored in 16 bits as the model was" if recipe.quantize == "none" else ""
+        log.note(f"computed in {recorded['compute_dtype']}{stored}")
     dense = left_dense(found.model, plan)
     source = open_source(found, plan, samples, recorded, method, out, device, where.resume, log, ranks, compute)
     return _Run(found, plan, method, rule, samples, source, out, companions, recorded, dense)

@@ -195,7 +195,7 @@ def _opened(
     task, journal = Task(pair, selected, samples, aside, schedule, device), None
     with ranks.busy():
         if out is not None and ranks.first:
-            journal = _journal(task, model, dense, recovery, out, where.resume, log)
+            journal = _journal(task, recovery, out, where.resume, log)
     return task, out, journal
 
 
@@ -217,12 +217,12 @@ def _as_recovery(settings: dict[str, Any]) -> Recovery:
     return Recovery(**settings)
 
 
-def _journal(task: Task, model: Any, dense: Any, recovery: Recovery, out: Path, resume: bool, log: RunLog) -> Journal:
+def _journal(task: Task, recovery: Recovery, out: Path, resume: bool, log: RunLog) -> Journal:
     fingerprint = {
         "command": "recover",
         **versions(),
-        "model": identity(model, task.pair.model),
-        "dense model": identity(dense, task.pair.dense),
+        "model": identity(task.pair.model),
+        "dense model": identity(task.pair.dense),
         "masks": digest({item.name: item.bits for item in task.selected.trained}),
         **digest(recovery.settings()),
         "calibration": digest({"tokens": torch.cat([*task.windows]), "lengths": torch.tensor([len(own) for own in task.windows])}),

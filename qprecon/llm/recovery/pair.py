@@ -16,13 +16,12 @@ from qprecon.llm.files.kinds import check_language_model, check_unquantised
 from qprecon.llm.model.blocks import check_finite, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
-from qprecon.llm.model.loading import load_causal_lm, load_config, model_folder
+from qprecon.llm.model.loading import load_causal_lm, load_config
 from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
 from qprecon.llm.recovery.placing import compute_dtype
 from qprecon.llm.recovery.trained import own_part
 from qprecon.llm.reporting.report import PruneReport
-from qprecon.llm.storage.checkpoint import NotStreamable, open_shards
-from qprecon.llm.storage.journal import tensor_checksum
+from qprecon.llm.storage.journal import digest, tensor_checksum
 
 _MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
 
@@ -132,14 +131,13 @@ def _same(dense: nn.Module, pruned: Sequence[LinearView]) -> list[LinearView]:
     return [view for block in find_blocks(dense) for view in find_linears(block, model=dense).views if view.name in names]
 
 
-def identity(source: Any, model: nn.Module) -> Any:
-    """What distinguishes a model from others: sizes and hashes of its files, or for a model in memory a checksum of its weights."""
-    if isinstance(source, str | Path):
-        try:
-            return open_shards(model_folder(source)).identity
-        except NotStreamable:
-            pass
-    return {name: tensor_checksum(parameter.detach().cpu()) for name, parameter in model.named_parameters()}
+def identity(model: nn.Module) -> dict[str, Any]:
+    """What distinguishes a model from others: its configuration, however it is named, and a checksum of every weight and buffer."""
+    tensors = model.state_dict()
+    return {
+        "configuration": digest({**model.config.to_dict(), "_name_or_path": None}),
+        **{name: tensor_checksum(tensor.detach().cpu()) for name, tensor in tensors.items()},
+    }
 
 
 def pruned_with(source: Any) -> dict[str, Any] | None:

@@ -21,11 +21,13 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from qprecon.errors import BadFileError
 from qprecon.llm.storage.whole import checksum, facts_text, read_facts, write_atomically
+from qprecon.wording import counted
 
 PROGRESS = "qprecon_progress"
 STATE = "state"  # the entry of how far a recovery is
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
 _OVER = "; start over with resume=False"
+_MOST = 5  # differences that are listed
 
 
 class Journal:
@@ -62,9 +64,10 @@ class Journal:
             if known is None and journal._entries():
                 raise BadFileError(f"{journal.progress} lacks {_FINGERPRINT}, so it is not known what run was left there{_OVER}")
             if known is not None and (differing := _differences(known, fingerprint)):
+                more = f"; and {counted(len(differing) - _MOST, 'more difference')}" if len(differing) > _MOST else ""
                 raise ValueError(
-                    f"an unfinished run in {folder} cannot be continued, it was started with other settings: "
-                    f"{'; '.join(differing)}. Repeat its settings, or start over with resume=False"
+                    f"an unfinished run in {folder} cannot be continued, it was started with something else: "
+                    f"{'; '.join(differing[:_MOST])}{more}. Repeat what it had, or start over with resume=False"
                 )
             journal.progress.mkdir(parents=True, exist_ok=True)
             if known is None:

@@ -175,3 +175,31 @@ def test_folders_go_on_too(tmp_path, monkeypatch):
     report = go("out")
     assert report.losses == expected.losses and any("continued after step 8" in note for note in report.warnings)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("which", ["model", "dense"])
+@pytest.mark.parametrize("what", ["norm", "configuration"])
+def test_folders_that_have_changed_are_refused(which, what, tmp_path, monkeypatch):
+    """One number of one tensor, or one word of the configuration: the weights that did best did so with what was there before."""
+    model, dense = pair()
+    for name, source in (("model", model), ("dense", dense)):
+        source.save_pretrained(tmp_path / name)
+
+    def go():
+        windows, out = tokens(12), tmp_path / "out"
+        return recover(tmp_path / "model", tmp_path / "dense", windows, out=out, batch=2, save_steps=4, progress=False)
+
+    with monkeypatch.context() as patch:
+        stopping_before(9, patch)
+        with pytest.raises(Stop):
+            go()
+    changed = {"model": model, "dense": dense}[which]
+    if what == "norm":
+        with torch.no_grad():
+            changed.model.norm.weight[-1] += 0.5
+    else:
+        changed.config.rms_norm_eps = 1e-3
+    changed.save_pretrained(tmp_path / which)
+    where = "dense model: " if which == "dense" else "model: "
+    with pytest.raises(ValueError, match=where + ("model.norm.weight was" if what == "norm" else "configuration")):
+        go()

@@ -457,21 +457,21 @@ def test_a_copy_of_the_model_goes_on(tmp_path, monkeypatch):
     assert "was compared and is the same" in notes and "continued after 1 of 3 blocks" in notes
 
 
-def test_a_copy_is_not_known_to_be_the_same_where_nothing_tells(tmp_path, monkeypatch):
-    """The shard outside the blocks is damaged, and with it the checksums; or OWL has read every block."""
+@pytest.mark.parametrize("of_all", [{"allocation": "owl"}, {"preset": "balanced"}, {"token_weights": 0.5}], ids=str)
+def test_a_copy_is_not_known_to_be_the_same_where_nothing_tells(of_all, tmp_path, monkeypatch):
+    """The shard outside the blocks is damaged, and with it the checksums; or every block has been read."""
     folder = saved(tmp_path / "dense")
     partial = interrupted(folder, tmp_path / "out", monkeypatch)
     (partial / "model-00001-of-00004.safetensors").write_bytes(b"")
     os.utime(folder / "model.safetensors", ns=(0, 0))
     with pytest.raises(ValueError, match="what is outside the blocks is not known"):
         prune(folder, tmp_path / "out")
-    owl = {"allocation": "owl", "resume": False}
     for _ in stopped_after(monkeypatch, 1):
         with pytest.raises(Stop):
-            prune(folder, tmp_path / "out", **owl)
+            prune(folder, tmp_path / "out", resume=False, **of_all)
     os.utime(folder / "model.safetensors", ns=(1, 1))
     with pytest.raises(ValueError, match="times of model files: model.safetensors was 0, is 1"):
-        prune(folder, tmp_path / "out", allocation="owl")
+        prune(folder, tmp_path / "out", **of_all)
 
 
 def files_of(folder):
