@@ -152,7 +152,7 @@ def test_a_run_that_stopped_goes_on_with_the_same_shares(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched:
         patched.setattr(DiskBlocks, "finish", stop_after_one)
         prune_model(tmp_path / "model", samples, out=tmp_path / "other", **asked)
-    with pytest.raises(ValueError, match="other settings: .*allocation"):
+    with pytest.raises(ValueError, match="something else: .*allocation"):
         prune_model(tmp_path / "model", samples, out=tmp_path / "other", **common)
 
 
