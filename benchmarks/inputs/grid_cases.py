@@ -18,11 +18,14 @@ OURS: dict[str, dict[str, Any]] = {
     "ours": {}, "rounding": {"rounding": "nearest"}, "gptq": {"rounding": "gptq"}, "gptq-order": {"rounding": "gptq-order"},
     "gptq-start": {"rounding": "gptq-start"},
 }  # fmt: skip
-JOINT = {"sparsegpt+gptq": "sparsegpt_gptq", "slim": "slim"}  # mask and low-bit weights in one, see joint_methods
+JOINT = {"sparsegpt+gptq": "sparsegpt_gptq", "slim": "slim"}  # mask and low-bit weights in one: modules of this folder
 PRESETS = ("fast", "best")
 
-for _name, _module in JOINT.items():
-    SELECTORS.setdefault(_name, Selector(_name, f"benchmarks.inputs.{_module}", True, True, "see the module"))
+
+def register_joint() -> None:
+    """Add the joint methods to the masks that this process knows."""
+    for name, module in JOINT.items():
+        SELECTORS.setdefault(name, Selector(name, f"benchmarks.inputs.{module}", True, True, "see the module"))
 
 
 @dataclass(frozen=True)

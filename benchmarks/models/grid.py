@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen
+from benchmarks.inputs.grid_cases import GROUPS, JOINT, GridCase, chosen, register_joint
 from benchmarks.models.bench import Bench, add_protocol, card, measure_all, open_bench, pruned, result
 from benchmarks.rows import Results
 from qprecon.grids import find_grid
@@ -91,6 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     parsed.dtype = "bfloat16"
+    register_joint()
     cases = chosen(parsed.cases, group=parsed.group, seed=parsed.seed, split=parsed.split)
     bench = open_bench(parsed)
     results = Results(parsed.out / f"grid_{bench.name}.json")

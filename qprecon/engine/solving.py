@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qprecon.wording import counted
-
 from ..arrays.checksum import bits
 from ..arrays.interop import Array, cast, describe_device, from_core, synchronize
 from ..arrays.linalg import exact_float32
@@ -19,6 +17,7 @@ from ..errors import UnsupportedError
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
 from ..solution import Provenance, Solution, Timing
+from ..wording import counted
 from . import choice
 from .in_progress import numbers_may_fail
 from .rounds import Limits, Outcome, Task, solve_again, solve_in_chunks

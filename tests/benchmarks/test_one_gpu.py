@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import one_gpu
-from benchmarks.inputs import quality_cases
-from benchmarks.models import quality
+from benchmarks.inputs import grid_cases, quality_cases
+from benchmarks.models import grid, quality
 from benchmarks.one_gpu import Step
 
 
@@ -22,8 +22,11 @@ def test_every_command_is_one_of_its_script(tmp_path):
     for each in found:
         script, *arguments = each.command
         assert script == "-m" or (one_gpu.ROOT / script).is_file()
-        if "quality" in script:  # grid.py would add its masks to those of all other tests
+        if "quality" in script:
             assert quality_cases.chosen(quality.parse(arguments).cases, [0], "test")
+        elif "grid" in script:
+            parsed = grid.parse(arguments)
+            assert grid_cases.chosen(parsed.cases, group=parsed.group, seed=0, split="test")
 
 
 @pytest.mark.parametrize("lane", [None, "a"])

@@ -79,7 +79,7 @@ def _beta(
     partial_ptr, rz_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr, limits_ptr, far_ptr, parts, k,
     EVERY: tl.constexpr, IS_GAIN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """β, and after every so many iterations ``vectors.Goal.look`` of the columns that go on; how far they are from their goal."""
+    """β, and after every so many iterations ``scalars.Goal.look`` of the columns that go on; how far they are from their goal."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
     fresh = tl.zeros((COLS,), tl.float32)

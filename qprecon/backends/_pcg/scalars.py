@@ -38,7 +38,7 @@ class Scalars:
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """When a column is done: once the energy error left, about ``_SAFETY`` · rᵀz, is at most ``tolerance`` of what f comes to.
+    """When a column is done: once the energy error left, about ``SAFETY`` · rᵀz, is at most ``tolerance`` of what f comes to.
 
     Attributes:
         base_K: f of the start, (K,) float64, or with an explicit right-hand side, where f has no zero, what was gained before.

@@ -16,29 +16,32 @@ from torch import nn
 from qprecon.grids.formats import Fitted
 from qprecon.llm.model.linears import LinearView
 
+Written = dict[str, torch.Tensor]  # the tensors of a model's files by name, without values
 
-def written_one_by_one(model: nn.Module, views: Sequence[LinearView]) -> LinearView | None:
-    """The first fused expert that the model's files do not hold as matrices of its own; None where there is none."""
+
+def written_one_by_one(written: Written | None, views: Sequence[LinearView]) -> LinearView | None:
+    """The first fused expert that the model's files do not hold as matrices of its own; None where there is none.
+
+    written: as `as_written` has it.
+    """
     fused = [view for view in views if view.expert is not None]
-    if not fused:
-        return None
-    if (written := _written(model)) is None:
-        return fused[0]
+    if written is None:
+        return next(iter(fused), None)
     held = {_expert(name) for name, tensor in written.items() if tensor.ndim == 2}
     return next((view for view in fused if _expert(view.name) not in held), None)
 
 
-def written_elsewhere(model: nn.Module, views: Sequence[LinearView]) -> LinearView | None:
+def written_elsewhere(model: nn.Module, written: Written | None, views: Sequence[LinearView]) -> LinearView | None:
     """The first layer that the model's files hold under another name, as those of some vision-language models; None without any."""
     own = [view for view in views if view.expert is None]
-    if (written := _written(model)) is not None:
+    if written is not None:
         return next((view for view in own if f"{view.name}.weight" not in written), None)
     renamed = [re.compile(pattern) for pattern in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).values()]
     return next((view for view in own if any(pattern.match(view.name) for pattern in renamed)), None)
 
 
-def _written(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The tensors of the model's files by name, without values; None with transformers 4, which converts no weights."""
+def as_written(model: nn.Module) -> Written | None:
+    """What the model's files hold; None with transformers 4, which converts no weights."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qprecon.grids import Grid, find_grid
-from qprecon.llm.lowbit.experts import written_elsewhere, written_one_by_one
+from qprecon.llm.lowbit.experts import as_written, written_elsewhere, written_one_by_one
 from qprecon.llm.lowbit.trial import needs_unpacking, reads_experts
 from qprecon.llm.model.blocks import find_blocks, is_conv1d
 from qprecon.llm.model.linears import LinearView, find_linears
@@ -79,9 +79,10 @@ def _check_written(views: Sequence[LinearView], model: nn.Module, grid: Grid) ->
         import compressed_tensors  # noqa: F401
     except ImportError as error:
         raise ImportError("quantized files need compressed-tensors: pip install 'qprecon[quantize]'") from error
-    if (fused := written_one_by_one(model, views)) is not None:
+    written = as_written(model)
+    if (fused := written_one_by_one(written, views)) is not None:
         raise ValueError(f"{fused.name}: this model is stored with fused experts, which cannot be packed; leave them out (ignore)")
-    if (view := written_elsewhere(model, views)) is not None:
+    if (view := written_elsewhere(model, written, views)) is not None:
         raise ValueError(
             f"{view.name}: this model's files hold the layer under another name, under which it cannot be packed; prune without "
             "quantize, or without out to have the quantized weights in memory"
