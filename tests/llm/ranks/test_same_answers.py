@@ -31,20 +31,32 @@ def on_disk(rank, folder, out, windows, settings):
 
 
 def check_alike(found, expected, tolerance=2e-5):
+    """The same masks, and weights within the tolerance; whether it is so but for ties.
+
+    Sums in another order differ in their last bits. Where two scores differ by less the other entry may be kept, and from that
+    layer on weights differ a little. In which layers that happens depends on the processor.
+    """
     assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert torch.equal(found[name] == 0, weight == 0), name
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=tolerance, msg=name)
+    ties = False
+    for name, weight in expected.items():  # in the order of layers
+        others = ((found[name] == 0) != (weight == 0)).sum()
+        assert others <= max(2, 1e-3 * weight.numel()), name
+        ties = ties or bool(others)
+        if ties:
+            assert (found[name] - weight).norm() <= 0.02 * weight.norm(), name
+        else:
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=tolerance, msg=name)
+    return ties
 
 
-def check_rows(found, expected):
-    """What does not depend on the clock."""
+def check_rows(found, expected, ties=False):
+    """What does not depend on the clock; errors are equal but for `ties` between entries of masks."""
     assert [row.name for row in found.layers] == [row.name for row in expected.layers]
     for mine, other in zip(found.layers, expected.layers, strict=True):
         same = ("n_inputs", "n_outputs", "pattern", "zeros", "tokens", "note", "requested_sparsity", "reached_sparsity", "backend")
         assert [getattr(mine, name) for name in same] == [getattr(other, name) for name in same]
         for name in ("error_masked", "error_updated", "error_stored"):
-            assert getattr(mine, name) == pytest.approx(getattr(other, name), rel=1e-4, abs=1e-9)
+            assert getattr(mine, name) == pytest.approx(getattr(other, name), rel=1e-2 if ties else 1e-4, abs=1e-9)
         assert mine.uncertified == other.uncertified and mine.fallbacks == other.fallbacks
         assert (mine.relative_gap is None) == (other.relative_gap is None)
     assert found.largest_gap is None or found.largest_gap <= max(expected.largest_gap, 1e-4)
@@ -78,11 +90,11 @@ def test_as_one_process(family, size, n, settings):
     expected, report = in_memory(0, family, windows, settings)
     found = run(size, in_memory, family, windows, settings)
     assert all(isinstance(each, tuple) for each in found), found
-    check_alike(found[0][0], expected)
+    ties = check_alike(found[0][0], expected)
     for weights_of, reported in found:  # every rank has the same model, and the same report
         assert all(torch.equal(weights_of[name], found[0][0][name]) for name in expected)
         assert reported == found[0][1]
-        check_rows(reported, report)
+        check_rows(reported, report, ties)
     assert reported.world_size == size == len(reported.ranks)
     assert sum(facts["windows"] for facts in reported.ranks) == n
     assert {facts["rank"] for facts in reported.ranks} == set(range(size))
@@ -110,8 +122,7 @@ def test_windows_that_go_through_blocks_together(settings, monkeypatch):
     windows = [*tokens(4, 32), *tokens(4, 20)]
     expected, report = in_memory(0, "llama", windows, settings)
     found, reported = run(2, in_memory, "llama", windows, settings)[1]
-    check_alike(found, expected)
-    check_rows(reported, report)
+    check_rows(reported, report, check_alike(found, expected))
 
 
 def watched(rank, windows):
@@ -156,8 +167,7 @@ def test_whichever_ranks_see_layers_part_ways(monkeypatch):
     windows = [*tokens(2, 32), *tokens(2, 20)]
     expected, report = in_memory(0, "llama", windows, {})
     found, reported = run(2, in_memory, "llama", windows, {})[0]
-    check_alike(found, expected)
-    check_rows(reported, report)
+    check_rows(reported, report, check_alike(found, expected))
 
 
 @pytest.mark.parametrize(("family", "size", "settings"), [
@@ -168,16 +178,16 @@ def test_from_disk_to_disk(family, size, settings, tmp_path):
     report = on_disk(0, folder, tmp_path / "one", tokens(5), settings)
     found = run(size, on_disk, folder, tmp_path / "many", tokens(5), settings)
     assert all(isinstance(each, PruneReport) for each in found), found
-    check_alike(weights(tmp_path / "many"), weights(tmp_path / "one"))
-    check_rows(found[0], report)
+    ties = check_alike(weights(tmp_path / "many"), weights(tmp_path / "one"))
+    check_rows(found[0], report, ties)
     listed = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "many")]
     assert listed[0] == listed[1] and sorted(path.name for path in tmp_path.iterdir()) == ["dense", "many", "one"]
     written = PruneReport.load(tmp_path / "many")
     assert (written.world_size, len(written.ranks)) == (size, size)
     if settings.get("save_masks"):
         one, many = (np.load(tmp_path / name / "masks.npz") for name in ("one", "many"))
-        assert one.files == many.files and all(np.array_equal(one[name], many[name]) for name in one.files)
-
+        assert one.files == many.files
+        assert all(np.sum(one[name] != many[name]) <= (ties and max(2, 1e-3 * one[name].size)) for name in one.files)
 
 
 @pytest.mark.parametrize("settings", [{"quantize": "int4", "group_size": 16}, {"quantize": "nvfp4"}])
