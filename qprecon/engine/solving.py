@@ -118,7 +118,8 @@ def _assemble(task: Task, outcome: Outcome, request: Request, chosen: dict[str, 
     problem, backend, automatic = task.problem, task.backend, outcome.automatic
     compile_seconds = float(automatic.pop("compile_seconds", 0.0))
     if request.time_limit is not None and compile_seconds > request.time_limit:
-        chosen["time_limit"] = f"{compile_seconds:.3g} s of compilation, which no limit cuts short, against {request.time_limit:g} s"
+        took = f"{compile_seconds:.3g} s of compilation, which no limit cuts short"
+        chosen["time_limit"] = f"{took}, against {request.time_limit:g} s"
     return Solution(
         weights=from_core(outcome.results.weights_NK, problem.place),
         **outcome.results.by_name(),
