@@ -278,10 +278,7 @@ def solve(
         lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only. Rounded to ``dtype``.
         damping: δ ≥ 0. 0.01 is usual and makes the answer unique and certifiable.
         tol: certified relative gap that makes a column ``OPTIMAL``.
-        max_iterations: a limit for the backend.
-        time_limit: seconds for the whole call, after which no further iteration (of ``cholesky`` column) begins. What cannot be
-            cut short takes its time all the same: the checks and the factor of H, the audit, and what ``mpax`` compiles for a
-            shape that is new, seconds as a rule; ``summary`` says where that alone took longer.
+        max_iterations, time_limit: limits for the backend; seconds for the call, compilation is not cut short (docs/backends.md).
         warm_start: (N, K) weights to start from, if the backend can; also what a column falls back to where it beats the
             masked weights.
         batch_size: columns solved together; by default as many as memory allows.
