@@ -48,7 +48,7 @@ def grid_of(name: str, **options):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(8501, "int8", "sweep", False, False, False)
 @given(st.integers(0, 10**6), st.sampled_from(NAMES), st.sampled_from(METHODS), st.booleans(), st.booleans(), st.booleans())
 def test_what_is_stored_is_on_its_grid_and_bounded(seed, name, method, with_rhs, solved, symmetric):
