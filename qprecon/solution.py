@@ -14,7 +14,7 @@ from .arrays.checksum import bits
 from .arrays.interop import Array, cast, dtype_name, from_core, namespace, to_core
 from .errors import NotOptimalError
 from .problem.column_qp import ColumnQP
-from .proof.notices import NO_LOWER_BOUND, fitted_to_rounding
+from .proof.notices import NO_LOWER_BOUND, at_the_floor, fitted_to_rounding
 from .proof.passes import bounds_that_hold
 from .status import Status
 from .wording import counted
@@ -172,6 +172,8 @@ class Solution:
             lines.append(f"largest certified relative gap {self.relative_gap[worst]:.2e} (column {worst})")
             if 1.0 < self.relative_gap[worst] < np.inf:
                 lines.append(NO_LOWER_BOUND)
+            if floor := at_the_floor(self.gap_bound, self.relative_gap, self._cost()):
+                lines.append(floor)
             start, end = float(self.baseline_objective.sum()), float(self.objective.sum())
             if start > 0:
                 lines.append(f"objective {start:.4g} -> {end:.4g} ({end / start:.3f} of the masked weights')")
@@ -179,12 +181,20 @@ class Solution:
             if status is not Status.OPTIMAL:
                 lines.append(f"{count} {status.name}: {status.value}")
         lines += [f"notice: {notice}" for notice in self.notices]
+        if over := self.provenance.automatic.get("time_limit"):
+            lines.append(f"time limit: {over}")
         t = self.timing
         lines.append(
             f"{t.total:.3g} s: set-up {t.setup:.3g}, compile {t.compile:.3g}, solve {t.solve:.3g}, audit {t.audit:.3g}; "
             f"{self.provenance.dtype} on {self.provenance.device}"
         )
         return "\n".join(lines)
+
+    def _cost(self) -> np.ndarray:
+        """What a relative gap is relative to but for its floor, (K,): the least that the optimum can cost, or what was gained."""
+        if self.problem is None or self.problem.rhs_NK is None or self.problem.constant_K is not None:
+            return self.objective - self.gap_bound
+        return self.baseline_objective - self.objective
 
     def raise_for_status(self) -> Solution:
         """Return self, or raise ``NotOptimalError`` if a column is not certified to ``tol``."""

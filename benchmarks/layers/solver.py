@@ -37,7 +37,7 @@ from benchmarks.inputs.problems import LARGE, REPEATED, Real, Synthetic, extreme
 from qprecon.llm.masks import SELECTORS, LayerData
 from qprecon.llm.masks.patterns import Pattern
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "solver_h100.json"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "solver_layers.json"
 DAMPING, TOL = 0.01, 1e-4
 SMALL = (Synthetic("256x128 easy 50%", 256, 128, 1.0, 0.5), Synthetic("256x160 easy 50%", 256, 160, 1.0, 0.5))
 SMALL_REPEATED = (Synthetic("256x32 easy 50%", 256, 32, 1.0, 0.5),)

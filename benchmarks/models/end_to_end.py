@@ -77,7 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--store", help="where activations are kept; as prune_model decides unless given")
     parser.add_argument("--workdir", default="/tmp/qprecon-end-to-end", help="for models, random and pruned")
-    parser.add_argument("--out-json", default="benchmarks/results/end_to_end_h100.json", help="the run is appended to this list")
+    parser.add_argument("--out-json", default="benchmarks/results/end_to_end.json", help="the run is appended to this list")
     parser.add_argument("--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of prune_model")
     parser.add_argument("--keep", action="store_true", help="keep the pruned model")
     arguments = parser.parse_args()

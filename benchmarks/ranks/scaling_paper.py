@@ -2,7 +2,7 @@
 
     python benchmarks/ranks/scaling_paper.py            (rewrites benchmarks/results/scaling_paper.json)
 
-Flops and bytes are counted. Seconds scale each phase of a measured run on one H100 (llama-3.1-8b in results/end_to_end_h100.json)
+Flops and bytes are counted. Seconds scale each phase of a measured run on one H100 (llama-3.1-8b in results/end_to_end.json)
 by the flops of its kind; what a group of layers costs is estimated as the dealing of columns does (qprecon/llm/ranks/dealing.py),
 scaled to the same run. Nothing here was measured beyond that run.
 """
@@ -24,7 +24,7 @@ WINDOWS, SEQLEN = 128, 2048
 TOKENS = WINDOWS * SEQLEN
 BUS = 329e9  # bytes a second: bus bandwidth of an all-reduce of 1 GiB between two H100s of one host through NCCL, as measured there
 READ = 2e9  # bytes a second from the disk, assumed
-MEASURED, MEASURED_ROW = "llama-3.1-8b", "end_to_end_h100.json"
+MEASURED, MEASURED_ROW = "llama-3.1-8b", "end_to_end.json"
 
 
 @dataclass(frozen=True)

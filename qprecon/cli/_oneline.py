@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from qprecon.llm.settings.other_words import elsewhere
+
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)$", re.DOTALL)
 # A word of Python's spelling; a full stop at its end is the sentence's.
 _VALUE = r"""(?:(?P<quote>["'])(?P<quoted>[^"']+)(?P=quote)|(?P<bare>[\w:%+-]+(?:\.[\w:%+-]+)*))"""
@@ -41,8 +43,17 @@ class Parser(argparse.ArgumentParser):
         first = arguments[0]
         if not first.startswith("-"):
             self.error(f"{first!r} is one argument too many")
+        flag = first.partition("=")[0]
+        here = {action.dest: _written(action) for action in self._actions}
+        if (name := flag.strip("-").replace("-", "_")) in here:
+            self.error(f"unknown flag {first}; did you mean {here[name]}?")
         known = [flag for action in self._actions for flag in action.option_strings]
-        self.error(f"unknown flag {first}{did_you_mean(first.partition('=')[0], known)}")
+        self.error(f"unknown flag {first}{elsewhere(name, here) or did_you_mean(flag, known)}")
+
+
+def _written(action: argparse.Action) -> str:
+    """An option as it is given: its long flag, or its place."""
+    return next((flag for flag in action.option_strings if flag.startswith("--")), f"{action.metavar}, which has no flag")
 
 
 def _as_flag(flags: Sequence[str], found: re.Match[str]) -> str:

@@ -28,7 +28,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--damping", type=float, default=0.0, help="share of the mean diagonal added to H (default 0)")
     parser.add_argument("--tol", type=float, default=1e-4, help="certified relative gap asked for (default 1e-4)")
     parser.add_argument("--max-iterations", type=int, help="of an iterative backend (default: its own)")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after so long (default: none)")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS",
+        help="begin no further iteration after so long; what is being compiled (mpax) or audited is finished (default: none)",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=["float32", "float64"], help="to compute in (default: the backend's choice)")
     return parser
 

@@ -117,6 +117,9 @@ def _finish(record: Backend, shared: Shared, task: Task, limits: Limits, outcome
 def _assemble(task: Task, outcome: Outcome, request: Request, chosen: dict[str, Any], setup_seconds: float) -> Solution:
     problem, backend, automatic = task.problem, task.backend, outcome.automatic
     compile_seconds = float(automatic.pop("compile_seconds", 0.0))
+    if request.time_limit is not None and compile_seconds > request.time_limit:
+        took = f"{compile_seconds:.3g} s of compilation, which no limit cuts short"
+        chosen["time_limit"] = f"{took}, against {request.time_limit:g} s"
     return Solution(
         weights=from_core(outcome.results.weights_NK, problem.place),
         **outcome.results.by_name(),

@@ -7,11 +7,27 @@ import numpy as np
 from ..arrays.interop import cast, to_numpy
 from ..arrays.linalg import add_to_diagonal, cholesky
 from ..problem.column_qp import ColumnQP
+from ..wording import counted
+from .audit import FLOOR
 from .factor import known_to
 
 NO_LOWER_BOUND = "a gap above 1 says that no useful lower bound is known (damping gives one), not that the weights are that far off"
+_ABOVE = 1.001  # by more than rounding
 _FLOPS = 2e11  # at most this much is spent on factors of single columns
 _FLOAT32 = 2.0**-30  # H is known to more than this where it was summed in float32
+
+
+def at_the_floor(gap_K: np.ndarray, relative_K: np.ndarray, cost_K: np.ndarray) -> str | None:
+    """Of how many columns the gap is relative to the floor, in words; None where of none.
+
+    gap_K, relative_K: a bound on the gap, and the relative gap made of it. cost_K: what it would be relative to without a floor.
+    """
+    found_K = (relative_K > 0) & (relative_K < 1)
+    count = int((gap_K[found_K] > _ABOVE * relative_K[found_K] * cost_K[found_K]).sum())
+    if not count:
+        return None
+    whose = "its optimum costs" if count == 1 else "their optima cost"
+    return f"{counted(count, 'column')}: gap relative to {FLOOR:g} of the start's objective, as {whose} less than that"
 
 
 def fitted_to_rounding(problem: ColumnQP, columns: np.ndarray) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def test_without_a_run(home, elsewhere, capsys, monkeypatch):
     from qprecon.demo.model import demo_model_folder
     from qprecon.llm.evaluation.local_tasks import local_file
 
-    with pytest.raises(FileNotFoundError, match=f"{home}/tasks has none of piqa"):
+    with pytest.raises(FileNotFoundError, match=f"no such folder: {home}/tasks"):
         local_file("piqa", "~/tasks")
     assert cli.main(["check-sparse", "~/nothing"]) == 2 and "no such model folder: ~/nothing" in capsys.readouterr().err
     assert cli.main(["check-sparse", "~/model"]) == 1

@@ -8,6 +8,8 @@ import torch
 
 import qprecon
 from qprecon import cli
+from qprecon.llm.settings.aliases import ALIASES
+from qprecon.llm.settings.other_words import OTHER_WORDS
 from tests.cli.test_cli import COMMANDS
 
 
@@ -74,6 +76,51 @@ def test_flags_that_cannot_be_read_name_themselves(capsys, options, culprits):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "qprecon prune --help" in error
     assert stopped.value.code == 2 and all(culprit in error for culprit in culprits)
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("prune M O --prune_method wanda", "; here that is --mask."),
+        ("prune M O --sparsity_ratio 0.5", "; here that is --sparsity."),
+        ("prune M O --sparsity_type 2:4", "; here that is --pattern: which counts the weights KEPT"),
+        ("prune M O --nsamples 4 --save out", "; here that is OUT, which has no flag"),
+        ("prune M O --save_model out", "; here that is OUT, which has no flag"),
+        ("prune --model M", "; did you mean MODEL, which has no flag?"),
+        ("prune M O --wbits 4", "; here that is --quantize: int4 for 4 bits"),
+        ("prune M O --bits=4", "; here that is --quantize: int4 for 4 bits"),
+        ("prune M O --percdamp .01", "; here that is --damping."),
+        ("prune M O --true-sequential", "; here that is --order."),
+        ("prune M O --act-order", "; here that is --rounding: gptq-order"),
+        ("prune M O --groupsize 128", "; here that is --group-size."),
+        ("prune M O --group_size 128", "; did you mean --group-size?"),
+        ("prune M O --dataset c4", "; here that is --calib: a file of text or a name on the hub"),
+        ("prune M O --num_calibration_samples 512", "; here that is --nsamples."),
+        ("prune M O --max_seq_length 2048", "; here that is --seqlen."),
+        ("prune M O --output_dir out", "; here that is OUT"),
+        ("prune M O --eval_zero_shot", "`qprecon eval OUT --tasks"),
+        ("prune M O --cache_dir x", "HF_HOME"),
+        ("recover M D O --learning_rate 1e-4", "; here that is --lr."),
+        ("eval M --dataset wikitext2", "; here that is --text"),
+        ("eval M --num_fewshot 5", "without examples"),
+        ("eval M --nsamples 5", "; here that is --max-windows."),
+        ("solve P.npz --wbits 4", "unknown flag --wbits. All"),
+    ],
+)
+def test_flags_of_other_tools_are_answered_with_ours(line, meant, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*line.split(), *(["-o", "x.npz"] if line.startswith("solve") else [])])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.count("\n") == 1 and meant in error, error
+
+
+def test_every_word_of_another_tool_leads_to_an_option_that_there_is():
+    subparsers = next(action for action in cli._parser()._actions if action.dest == "command").choices.values()
+    there = {action.dest for parser in subparsers for action in parser._actions}
+    for word, (names, more) in OTHER_WORDS.items():
+        assert names or more, word
+        assert set(names) <= there, word
+        assert word not in ALIASES or ALIASES[word] == names[0], word  # as in recipes
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,16 @@ def test_every_form_that_is_right(monkeypatch: pytest.MonkeyPatch, words: Any, i
     assert solution.iterations[:K].tolist() == [7] * K and solution.iterations.dtype == np.int64
 
 
+@pytest.mark.parametrize(("limit", "told"), [(1.0, True), (5.0, False), (None, False)])
+def test_a_compilation_longer_than_the_time_limit_is_told(monkeypatch: pytest.MonkeyPatch, limit: float | None, told: bool) -> None:
+    """Nothing cuts a compilation short: the summary says what it took where that alone is over the limit."""
+    answering(monkeypatch, lambda x: RawColumns(x, "time_limit", 0, {"compile_seconds": 1.5}))
+    H, W, mask = problem()
+    said = qprecon.solve(H, W, mask, backend="odd", dtype="float64", time_limit=limit).summary()
+    assert ("of compilation, which no limit cuts short, against 1 s" in said) == told
+    assert ("time limit:" in said) == told
+
+
 IDLE = {"prepare": lambda system, options: lambda chunk: None}
 SET_UP = {
     "returns nothing": ({"prepare": lambda system, options: None}, "prepare returned None"),

@@ -71,6 +71,26 @@ def test_solution() -> None:
     assert solution.provenance.options == {}
 
 
+@pytest.mark.parametrize("form", ["default", "rhs", "constant"])
+def test_the_summary_says_where_a_gap_is_relative_to_the_floor(form: str) -> None:
+    """Without damping and with few tokens the dense outputs are met exactly; with many, or with damping, something is lost."""
+    rng = np.random.default_rng(0)
+    weights_NK, mask_NK = rng.standard_normal((12, 3)), np.arange(36).reshape(12, 3) % 2 == 0
+    few_TN, many_TN = rng.standard_normal((3, 12)), rng.standard_normal((60, 12))
+
+    def said(x_TN: np.ndarray, **more: object) -> str:
+        H, target_TK = x_TN.T @ x_TN, x_TN @ weights_NK
+        if form != "default":
+            more["rhs"] = x_TN.T @ target_TK
+        if form == "constant":
+            more["constant"] = (target_TK**2).sum(0)
+        return qprecon.solve(H, weights_NK, mask_NK, backend="cholesky", tol=0.5, **more).summary()
+
+    assert "of the start's objective" not in said(many_TN)
+    found = said(few_TN, damping=1e-9)
+    assert ("3 columns: gap relative to 1e-06 of the start's objective, as their optima cost" in found) == (form != "rhs"), found
+
+
 def test_solution_that_is_not_optimal() -> None:
     """raise_for_status raises with the summary, which names the status, its count and its remedy."""
     solution = qprecon.solve(**FAMILIES["kappa_1e8"].build().arguments(), backend="pcg", max_iterations=1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from qprecon.files import local_path
+from qprecon.files import local_path, near
 from qprecon.llm.calibration.documents import half_character, json_rows
 
 Row = dict[str, Any]
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LocalTask:
-    """One task. files: names without .jsonl(.gz), the first that exists is read. fields: a row must have them.
+    """One task. files: names without .jsonl(.gz), one of which is in the folder. fields: a row must have them.
 
     prepare: row -> the fields of `config`, the part of lm-eval's configuration that makes the requests; ValueError, naming the
     field, for a bad one.
@@ -65,13 +65,20 @@ def local_task(name: str, data_dir: str | Path, limit: int | None = None) -> Any
 
 
 def local_file(name: str, data_dir: str | Path) -> Path:
-    """The file of a task in `data_dir`; FileNotFoundError with the names that would do."""
+    """The file of a task in `data_dir`.
+
+    FileNotFoundError with the names that would do; ValueError where there are two, of which either may be meant.
+    """
     folder = local_path(data_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data_dir: no such folder: {folder}{near(folder)}")
     names = [f"{stem}{suffix}" for stem in LOCAL_TASKS[name].files for suffix in (".jsonl.gz", ".jsonl")]
-    for candidate in names:
-        if (folder / candidate).is_file():
-            return folder / candidate
-    raise FileNotFoundError(f"task {name!r}: {folder} has none of {', '.join(names)}")
+    found = [each for each in names if (folder / each).is_file()]
+    if len(found) > 1:
+        raise ValueError(f"task {name!r}: {folder} has {' and '.join(found)}; keep the one that is meant")
+    if not found:
+        raise FileNotFoundError(f"task {name!r}: {folder} has none of {', '.join(names)}")
+    return folder / found[0]
 
 
 def local_rows(name: str, data_dir: str | Path) -> list[tuple[Any, Row]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qprecon.llm.settings.fields import Option, options
+from qprecon.llm.settings.other_words import elsewhere
 from qprecon.llm.settings.presets import OPTIONS_OF
 from qprecon.llm.settings.recipe import AMOUNT, LAYERS, Recipe
 from qprecon.llm.settings.run import Run
@@ -30,6 +31,8 @@ def meant(word: str, known: Sequence[str] = (*KEYS, *ALIASES, *SHORTHANDS)) -> s
     """The end of a message about an unknown word: its name here, the nearest known word, or all of them."""
     if word in ALIASES:
         return f"; here that is {ALIASES[word]!r}"
+    if other := elsewhere(word, {name: repr(name) for name in known}):
+        return other
     return did_you_mean(word.lower().replace("-", "_"), known) or f"; known: {', '.join(known)}"
 
 

@@ -86,6 +86,15 @@ def test_local_files_make_the_requests_of_lm_evals_own_configuration(data, name)
     assert mine == theirs and my_labels == labels and len(mine) >= 2
 
 
+def test_two_files_for_one_task_are_refused_by_name(data, tmp_path):
+    (tmp_path / "piqa_valid.jsonl").write_bytes(b"{}")
+    (tmp_path / "piqa_validation.jsonl.gz").write_bytes(b"")
+    with pytest.raises(ValueError, match="task 'piqa': .* has piqa_valid.jsonl and piqa_validation.jsonl.gz; keep the one"):
+        local_task("piqa", tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such folder: .*nowhere"):
+        local_task("piqa", tmp_path / "nowhere")
+
+
 @pytest.mark.parametrize("subject", ["astronomy", "high_school_physics"])
 def test_mmlu_has_each_subjects_header(data, subject):
     rows = [{**row, "answer": row["label"]} for row in ROWS["mmlu"] if row["subject"] == subject]

@@ -161,7 +161,10 @@ def test_a_recipe_reads_back_as_it_was_written(tmp_path):
     ("text", "culprits"),
     [
         ("sparsty: 0.5", ("'sparsty'", "did you mean 'sparsity'?")),
-        ("prune-method: wanda", ("'prune-method'", "'prune_method'")),
+        ("prune-method: wanda", ("'prune-method'", "here that is 'mask'")),
+        ("wbits: 4", ("'wbits'", "here that is 'quantize': int4 for 4 bits")),
+        ("save: out", ("'save'", "here that is 'out'")),
+        ("eval_zero_shot: true", ("'eval_zero_shot'", "qprecon eval")),
         ("nsampels: 4", ("did you mean 'nsamples'?",)),
         ("tokenizer: x", ("unknown key 'tokenizer'",)),
         ("wibble: 1", ("'wibble'", "known: model, out, calibration")),
