@@ -44,8 +44,8 @@ from qprecon.wording import counted
 class Found:
     """The model: in memory, or a skeleton of the folder of `files`, which is read block by block (with `shards`) or as a whole.
 
-    left_over: stored tensors that the model has no place for. dtype: as it was asked for. own_tokenizer: whether the tokenizer is the
-    folder's, whose files go into the output as they are.
+    left_over: stored tensors that the model has no place for. dtype: as it was asked for. own_tokenizer: whether the tokenizer is
+    the folder's, whose files go into the output as they are.
     """
 
     model: nn.Module
