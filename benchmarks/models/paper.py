@@ -48,8 +48,8 @@ from qprecon.llm.evaluation.scores import PAPER_TASKS, TaskScores
 from qprecon.llm.evaluation.tasks import check_tasks, evaluate_tasks
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.loading import choose_device, load_causal_lm
-from qprecon.llm.model.targets import ATTENTION
 from qprecon.llm.pruning.plan import plan_layers
+from qprecon.llm.settings.targets import ATTENTION
 
 TEXTS = {"wikitext2": "wikitext2_train_5k.txt.gz", "c4": "c4_train_first1000.jsonl.gz"}
 TEST_TEXT = "wiki.test.raw.gz"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
@@ -71,19 +72,29 @@ def _kind(each: dataclasses.Field, option: Option, hint: Any) -> dict[str, Any]:
     return {"type": number(kind, percent, option.words), "metavar": option.metavar}
 
 
-def number(kind: type, percent: bool = False, known: tuple[str, ...] = ()) -> Callable[[str], Any]:
-    """Reads a number; a percentage or one of the `known` words as it is. What it says of anything else names what may be meant."""
+def number(
+    kind: type, percent: bool = False, known: tuple[str, ...] = (), least: float = -math.inf, above: float = -math.inf
+) -> Callable[[str], Any]:
+    """Reads a number; a percentage or one of the `known` words as it is. What it says of anything else names what may be meant.
+
+    least, above: a smaller number is refused, and one that is not larger.
+    """
 
     def read(text: str) -> Any:
         if text in known or (percent and text.strip().endswith("%")):
             return text
         try:
-            return kind(text)
+            value = kind(text)
         except ValueError:
             meant = text.replace(",", ".")
             hint = f"; did you mean {meant}?" if re.fullmatch(r"[-+]?\d*\.\d+%?", meant) and meant != text else ""
             words = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {words}{hint}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"it must be at least {least:g}, got {text}")
+        if value <= above:
+            raise argparse.ArgumentTypeError(f"it must be above {above:g}, got {text}")
+        return value
 
     return read
 

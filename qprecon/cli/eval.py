@@ -8,6 +8,8 @@ from typing import Any
 from qprecon.arrays.collector import no_collection
 from qprecon.files import local_path
 
+from ._flags import number
+
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the subcommand."""
@@ -20,7 +22,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="a model folder in the Hugging Face layout, or a hub name")
     _add_perplexity(parser)
     _add_tasks(parser)
-    parser.add_argument("--batch-size", type=int, help="a forward pass's windows (default 1) or rows of tasks (as many as fit)")
+    parser.add_argument(
+        "--batch-size", type=number(int, least=1),
+        help="a forward pass's windows (default 1) or rows of tasks (as many as fit)",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="also into MODEL's folder, where `qprecon report` looks for it")
@@ -35,7 +40,7 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
         help='a text file, WikiText\'s .raw file (rows are joined as published), a .jsonl(.gz) file with a "text" field '
         '(documents are joined), or "builtin"',
     )
-    parser.add_argument("--seqlen", type=int, default=argparse.SUPPRESS, help="tokens a window (default 2048)")
+    parser.add_argument("--seqlen", type=number(int, least=2), default=argparse.SUPPRESS, help="tokens a window (default 2048)")
     parser.add_argument(
         "--bos",
         default=argparse.SUPPRESS,
@@ -43,7 +48,7 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
         help="beginning-of-sequence token: one in each window, one at the start of the text as in the published tables, "
         "none, or auto (default): each if the tokenizer adds one, else none",
     )
-    parser.add_argument("--max-windows", type=int, help="only the first so many windows")
+    parser.add_argument("--max-windows", type=number(int, least=1), help="only the first so many windows")
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="run the forward pass in half precision")
 
 
@@ -57,7 +62,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-dir", metavar="DIR", help="take the tasks from local jsonl(.gz) files, such as piqa_valid.jsonl, not from the hub"
     )
-    parser.add_argument("--limit", type=int, help="only the first so many items a task (a subject, for mmlu)")
+    parser.add_argument("--limit", type=number(int, least=1), help="only the first so many items a task (a subject, for mmlu)")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -69,6 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     import sys
 
+    from qprecon.llm.evaluation.asked import check_evaluation
+
+    wanted: dict[str, Any] = {"text": arguments.text, "tasks": arguments.tasks, "save": arguments.save, "device": arguments.device}
+    options: dict[str, Any] = {
+        "perplexity_options": _given(arguments, "seqlen", "bos", "max_windows", "autocast"),
+        "task_options": _given(arguments, "data_dir", "limit"),
+    }
+    check_evaluation(arguments.model, **wanted, **options)
     with no_collection(for_good=True):
         from qprecon.llm.evaluation.assessment import evaluate
 
@@ -77,14 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     results = evaluate(
         arguments.model,
-        text=arguments.text,
-        tasks=arguments.tasks,
-        save=arguments.save,
-        device=arguments.device,
         batch_size=arguments.batch_size,
         progress=not arguments.quiet,
-        perplexity_options=_given(arguments, "seqlen", "bos", "max_windows", "autocast"),
-        task_options=_given(arguments, "data_dir", "limit"),
+        **wanted,
+        **options,
     )
     for note in results.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -12,7 +12,7 @@ from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.run import Run
 
 from ._flags import add_options, given
-from ._launch import is_silent, launched
+from ._launch import is_silent, launched, launched_rank
 from ._stop import Terminated
 
 _GOES_ON = "the same command goes on after the last finished block"
@@ -47,17 +47,19 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prune, save, and print what was done."""
-    with no_collection(for_good=True):
-        from qprecon.llm import prune_model
-        from qprecon.llm.calibration.mixture import named_calibration
-        from qprecon.llm.settings.recipe_file import command_words, save_recipe
-        from qprecon.llm.storage.output import partial_folder
+    from qprecon.llm.calibration.mixture import named_calibration
+    from qprecon.llm.settings.beforehand import check_prune
+    from qprecon.llm.settings.recipe_file import command_words, save_recipe
 
     flags = given(arguments)
     if arguments.quiet and flags.get("progress", "quiet") != "quiet":
         raise ValueError("--quiet and --progress say two things: give one of them")
     words = command_words(arguments.recipe, flags)
     named = {"calibration": named_calibration(words["calibration"])}  # read once the model is known to be one
+    check_prune(words, named["calibration"], alone=launched_rank() is None)
+    with no_collection(for_good=True):
+        from qprecon.llm import prune_model
+        from qprecon.llm.storage.output import partial_folder
     quiet = {"progress": "quiet"} if arguments.quiet else {}
     try:
         with launched(words.get("device"), words.get("rank_timeout", Run.rank_timeout)):

@@ -9,7 +9,7 @@ from qprecon.llm.settings.fields import options
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 
 from ._flags import add_fields, given, headings
-from ._launch import is_silent, launched
+from ._launch import is_silent, launched, launched_rank
 from ._stop import Terminated
 
 _POSITIONAL = ("model", "dense", "out")
@@ -39,10 +39,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Recover, save, and print what was done."""
-    with no_collection(for_good=True):
-        from qprecon.llm import recover
-        from qprecon.llm.calibration.mixture import named_calibration
-        from qprecon.llm.storage.output import partial_folder
+    from qprecon.llm.calibration.mixture import named_calibration
+    from qprecon.llm.settings.beforehand import check_recover
 
     flags = given(arguments, (RecoveryRun, Recovery), ())
     if arguments.quiet and flags.get("progress", "quiet") != "quiet":
@@ -50,6 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quiet:
         flags["progress"] = "quiet"
     text = named_calibration(flags.pop("calibration", RecoveryRun.calibration))
+    check_recover(flags, text, alone=launched_rank() is None)
+    with no_collection(for_good=True):
+        from qprecon.llm import recover
+        from qprecon.llm.storage.output import partial_folder
     try:
         with launched(flags.get("device"), flags.get("rank_timeout", RecoveryRun.rank_timeout)):
             report = recover(calibration=text, **flags)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from qprecon.files import local_path
 
+from ._flags import number
+
 _REQUIRED = ("H", "W", "mask")
 _OPTIONAL = ("rhs", "lower", "upper")
 _SAVED = "weights iterations objective baseline_objective stationarity violation gap_bound relative_gap fell_back".split()
@@ -25,11 +27,13 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("problem", metavar="PROBLEM.npz")
     parser.add_argument("-o", "--out", required=True, metavar="OUT.npz", help="where the result goes")
     parser.add_argument("--backend", default="auto", help="see `qprecon backends` (default auto)")
-    parser.add_argument("--damping", type=float, default=0.0, help="share of the mean diagonal added to H (default 0)")
-    parser.add_argument("--tol", type=float, default=1e-4, help="certified relative gap asked for (default 1e-4)")
-    parser.add_argument("--max-iterations", type=int, help="of an iterative backend (default: its own)")
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS",
+        "--damping", type=number(float, least=0), default=0.0, help="share of the mean diagonal added to H (default 0)"
+    )
+    parser.add_argument("--tol", type=number(float, above=0), default=1e-4, help="certified relative gap asked for (default 1e-4)")
+    parser.add_argument("--max-iterations", type=number(int, least=1), help="of an iterative backend (default: its own)")
+    parser.add_argument(
+        "--time-limit", type=number(float, above=0), metavar="SECONDS",
         help="begin no further iteration after so long; what is being compiled (mpax) or audited is finished (default: none)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=["float32", "float64"], help="to compute in (default: the backend's choice)")
@@ -39,7 +43,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Solve, save and print the outcome."""
     import qprecon
+    from qprecon.contract.registry import check_usable
 
+    check_usable(arguments.backend)
     given, out = local_path(arguments.problem), local_path(arguments.out)
     if out.resolve() == given.resolve():
         raise ValueError(f"-o {arguments.out} is the problem itself, which it would overwrite; choose another name")

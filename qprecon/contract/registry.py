@@ -170,7 +170,8 @@ def find(name: str) -> Backend:
     if (entry := entries.get(name)) is not None:  # only this one is loaded, so that another, broken one does no harm
         return _record(entry)
     known = [*(record.name for record in BUILT_IN), *entries.found]
-    raise UnknownBackendError(f"unknown backend {name!r}{did_you_mean(str(name), known, '.')} Known: auto, {', '.join(known)}")
+    hint = did_you_mean(str(name).lower(), known, ".")
+    raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
 
 
 def refuse_options_of_auto(options: Iterable[str]) -> None:
@@ -191,6 +192,19 @@ def _kind(module: Any) -> type | None:
     return getattr(module, "Options", None)
 
 
+def check_installed(record: Backend) -> None:
+    """BackendNotInstalledError, with what to install, where a package that a backend requires is missing."""
+    if missing := record.missing():
+        extra = f"pip install 'qprecon[{record.extra}]'" if record.extra else f"pip install {' '.join(missing)}"
+        raise BackendNotInstalledError(f"backend {record.name!r} needs {', '.join(missing)}: {extra}")
+
+
+def check_usable(name: str) -> None:
+    """Raises as ``find`` and ``check_installed`` do, for a name other than "auto"; nothing is imported."""
+    if name != "auto":
+        check_installed(find(name))
+
+
 def load(record: Backend, options: dict[str, Any]) -> Loaded:
     """Import a backend and check its own options.
 
@@ -199,9 +213,7 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
         BackendBrokenError: it is there but fails to import, or has no ``prepare``.
         ValueError: an unknown option, a value of another type than the option's, or one that its ``Options`` refuses.
     """
-    if missing := record.missing():
-        extra = f"pip install 'qprecon[{record.extra}]'" if record.extra else f"pip install {' '.join(missing)}"
-        raise BackendNotInstalledError(f"backend {record.name!r} needs {', '.join(missing)}: {extra}")
+    check_installed(record)
     try:
         module = importlib.import_module(record.target)
     except Exception as error:

@@ -107,12 +107,13 @@ def run_demo(
     Raises:
         ModelUnavailableError: the model cannot be had; the message says how to give a local one.
     """
-    from qprecon.llm.model.loading import choose_device
-
-    sizes, target = sizes or Sizes(), choose_device(device)
+    sizes = sizes or Sizes()
     seconds: dict[str, float] = {}
     with _timed(seconds, "get the model"):
         folder = _model_folder(model, cache)
+    from qprecon.llm.model.loading import choose_device
+
+    target = choose_device(device)
     perplexities, bos = _prune_and_measure(folder, out, sizes, target, progress, seconds)
     return DemoResult(
         model=NAME if model is None else Path(model).name,

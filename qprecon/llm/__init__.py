@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in _PLAIN:
-        check_installed()
+        import_libraries()
     return getattr(import_module(_PLACES[name]), name)
 
 
@@ -48,14 +49,18 @@ def __dir__() -> list[str]:
 
 
 def check_installed() -> None:
-    """Import both. ImportError, naming the extra, where torch or transformers is missing."""
+    """ImportError, naming the extra, where torch or transformers is missing. Neither is imported, so that a wrong word is refused
+    at once."""
     for package in ("torch", "transformers"):
-        try:
-            import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name not in ("torch", "transformers"):
-                raise
-            raise ImportError(f"qprecon.llm needs {error.name}: pip install 'qprecon[llm]'") from error
+        if find_spec(package) is None:
+            raise ImportError(f"qprecon.llm needs {package}: pip install 'qprecon[llm]'")
+
+
+def import_libraries() -> None:
+    """Import both. ImportError as `check_installed`."""
+    check_installed()
+    for package in ("torch", "transformers"):
+        import_module(package)
     _import_models()
 
 

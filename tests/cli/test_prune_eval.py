@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import qprecon
 from qprecon import cli
 from qprecon.llm import perplexity
-from qprecon.llm.model.targets import ATTENTION
+from qprecon.llm.settings.targets import ATTENTION
 from tests.llm.toy_text import toy_tokenizer, words
 
 
@@ -22,6 +22,7 @@ def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     calls = []
     report = types.SimpleNamespace(summary=lambda: "the summary")
     monkeypatch.setattr(qprecon.llm, "prune_model", lambda *a, **k: calls.append((a, k)) or report)
+    monkeypatch.setattr("qprecon.llm.settings.beforehand.check_prune", lambda *_, **__: None)
     calib, out = str(folder / "calib.txt"), str(tmp_path)
     assert cli.main(["prune", "M", out, "--calib", calib, "--quiet"]) == 0
     texts = dict(model="M", calibration=Path(calib), out=out)

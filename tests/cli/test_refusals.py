@@ -27,7 +27,7 @@ from tests.cli.test_cli import COMMANDS
         (["--sparsity", "nan"], "sparsity must be a number, got nan"),
         (["--damping", "nan"], "damping must be a number, got nan"),
         (["--targets", "lm_head"], "lm_head, which is not pruned"),
-        (["--seqlen", "2048", "--calib", "no/such/file"], "the model has 128 positions: use --seqlen 128"),
+        (["--seqlen", "2048", "--calib", "no/set"], "the model has 128 positions: use --seqlen 128"),
         (["--allocation", "owl", "--pattern", "2:4"], "no use for 2:4"),
         (["--mask", "sparsegpt", "--mask-option", "block=3"], "block"),
         (["--mask", "sparsegpt", "--mask-option", "damping=abc"], "damping must be a number, got 'abc'"),

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-_OURS = "from qprecon.llm import check_installed; check_installed()"
+_OURS = "from qprecon.llm import import_libraries; import_libraries()"
 _STRUCTURE = """
 import sys
 {how}

@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from qprecon.contract.options import is_number
 from qprecon.files import local_path
-from qprecon.llm.calibration.sampling import calibration_windows
-from qprecon.llm.calibration.windows import describe_source, documents_of
 from qprecon.wording import counted
+
+if TYPE_CHECKING:
+    import torch
 
 _ROUNDED = 1e-3  # 0.333 three times is meant as a third each
 _WITH_COMMA = re.compile(r"\d*,\d+%?")
@@ -118,6 +117,15 @@ def _is_pair(item: Any) -> bool:
     return not is_number(source) and (is_number(share) or share is None and isinstance(source, str | Path))
 
 
+def describe_source(source: Any) -> str:
+    """As `windows.describe_source` says; what a command line names needs no torch, as it may be refused."""
+    if isinstance(source, Path):
+        return str(source)
+    from qprecon.llm.calibration.windows import describe_source
+
+    return describe_source(source)
+
+
 def named_calibration(words: str | Sequence[str]) -> Path | Mixture:
     """What a command line or a recipe names: sources, `NAME` or `NAME:SHARE`, as paths, which are never taken for text.
 
@@ -151,6 +159,11 @@ def mixture_windows(mixture: Mixture, *, tokenizer: Any, nsamples: int, seqlen: 
 
     Raises as `calibration_windows` does, with the source's name before the reason; all sources are read before one is tokenised.
     """
+    import torch
+
+    from qprecon.llm.calibration.sampling import calibration_windows
+    from qprecon.llm.calibration.windows import documents_of
+
     counts = mixture.counts(nsamples)
     read = [(describe_source(source), documents_of(source)) for source, _ in mixture.sources]
     windows = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from qprecon.files import local_path, near
@@ -14,6 +16,8 @@ __all__ = ["is_source_name", "load_texts", "wikitext_join"]
 # Documents streamed from a hub data set. C4 documents average about 500 tokens, so 4,096 of them hold some 2 M tokens:
 # eight times what the default of 128 windows of 2,048 tokens needs.
 HUB_DOCUMENTS = 4096
+
+_INSTEAD = 'give a text file, a .jsonl(.gz) file with a "text" field, or "builtin" (Python\'s own documentation)'
 
 # `datasets` names with the arguments that give the shard used by the published pruning results.
 _HUB_ALIASES = {"c4": ("allenai/c4", {"data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}})}
@@ -42,17 +46,11 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
         OSError: the data set cannot be had; the message says what to give instead.
         ValueError: a source without any text; BadFileError, one of its kind, for a file that is not what it should be, by name.
     """
-    name = os.path.expanduser(source.as_posix() if isinstance(source, Path) else source)
-    if not name.strip():
-        raise ValueError("the name of the text is empty: give a file, \"builtin\" or a data set")
+    name = checked_name(source)
     if name == "builtin":
         texts = _builtin_texts()
     elif _is_file(name):
         texts = file_documents(Path(name))
-    elif os.path.isdir(name) and not _is_data_set(Path(name)):
-        raise IsADirectoryError(f"{name} is a folder: name the files of text in it, with a --calib (or --text) for each")
-    elif not is_hub_name(name) and not os.path.isdir(name):
-        raise FileNotFoundError(f"no such text file: {name}{near(name)}")
     else:
         texts = _hub_texts(name, documents)
     if not any(text.strip() for text in texts):
@@ -60,11 +58,37 @@ def load_texts(source: str | Path, *, documents: int = HUB_DOCUMENTS) -> list[st
     return texts
 
 
+def checked_name(source: str | Path) -> str:
+    """The name of a source of `load_texts`, the home folder written out. Raises what a name alone tells, as `load_texts` does."""
+    name = os.path.expanduser(source.as_posix() if isinstance(source, Path) else source)
+    if not name.strip():
+        raise ValueError("the name of the text is empty: give a file, \"builtin\" or a data set")
+    if name == "builtin" or _is_file(name):
+        return name
+    if os.path.isdir(name) and not _is_data_set(Path(name)):
+        raise IsADirectoryError(f"{name} is a folder: name the files of text in it, with a --calib (or --text) for each")
+    if not os.path.isdir(name) and not is_hub_name(name):
+        raise FileNotFoundError(f"no such text file: {name}{near(name)}")
+    if not _has_datasets():
+        raise ModuleNotFoundError(
+            f"{name!r} is no file here, and data sets need the `datasets` library (pip install 'qprecon[eval]'); or {_INSTEAD}",
+            name="datasets",
+        )
+    return name
+
+
 def is_source_name(text: str) -> bool:
     """Whether a string given as text is meant for `load_texts`: a file's path, or a single word such as "builtin"."""
     if not text or len(text) > 1000 or "\n" in text:
         return False
     return not any(character.isspace() for character in text) or _is_file(text)
+
+
+def _has_datasets() -> bool:
+    """Whether there is the library; it is not imported, which takes a second."""
+    if "datasets" in sys.modules:
+        return sys.modules["datasets"] is not None
+    return find_spec("datasets") is not None
 
 
 def _is_data_set(folder: Path) -> bool:
@@ -87,16 +111,8 @@ def _builtin_texts() -> list[str]:
 
 
 def _hub_texts(name: str, documents: int) -> list[str]:
-    instead = 'give a text file, a .jsonl(.gz) file with a "text" field, or "builtin" (Python\'s own documentation)'
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError as error:
-        if error.name != "datasets":
-            raise
-        raise ModuleNotFoundError(
-            f"{name!r} is no file here, and data sets need the `datasets` library (pip install 'qprecon[eval]'); or {instead}",
-            name="datasets",
-        ) from error
+    from datasets import load_dataset
+
     path, arguments = _HUB_ALIASES.get(name, (name, {}))
     try:
         if os.path.isdir(path):
@@ -107,6 +123,6 @@ def _hub_texts(name: str, documents: int) -> list[str]:
             rows = load_dataset(path, split="train", streaming=True, **arguments)
             return [row["text"] for row in rows.take(documents)]
     except KeyError as error:
-        raise ValueError(f'the data set {name!r} has no "text" field; {instead}') from error
+        raise ValueError(f'the data set {name!r} has no "text" field; {_INSTEAD}') from error
     except Exception as error:  # the library raises its own, the hub's and the network's errors
-        raise OSError(f"the data set {name!r} cannot be had ({error}); {instead}") from error
+        raise OSError(f"the data set {name!r} cannot be had ({error}); {_INSTEAD}") from error

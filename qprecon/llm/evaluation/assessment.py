@@ -13,8 +13,10 @@ from qprecon.errors import BadFileError
 from qprecon.files import local_path, read_json, write_text
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_length
+from qprecon.llm.evaluation.asked import check_asked
 from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity, text_windows
-from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
+from qprecon.llm.files.folders import model_folder
+from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole
 from qprecon.llm.reporting.progress import library_bars
 from qprecon.wording import counted
 
@@ -97,13 +99,7 @@ def _check_asked(
     perplexity_options: Mapping[str, Any], task_options: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """ValueError for what cannot be measured or saved, before anything is loaded."""
-    if text is None and tasks is None:
-        raise ValueError("nothing to measure: give --text, --tasks or both")
-    for wanted, word, options in ((text, "text", perplexity_options), (tasks, "tasks", task_options)):
-        if wanted is None and (idle := [name for name, value in options.items() if value is not None]):
-            raise ValueError(f"{idle[0]} has no effect without {word} (--{word})")
-    if save and not model.is_dir():
-        raise ValueError(f"{model} is no folder here, so the results cannot be saved in it")
+    check_asked(model, text, tasks, save, perplexity_options, task_options)
     check_perplexity(**size, **perplexity_options)
     if tasks is not None:
         from qprecon.llm.evaluation.tasks import check_tasks

@@ -22,12 +22,13 @@ from qprecon.llm.calibration.windows import (
     cut_windows,
     is_text,
 )
+from qprecon.llm.files.folders import model_folder
 from qprecon.llm.files.kinds import check_language_model
 from qprecon.llm.model.blocks import check_finite
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
+from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
 from qprecon.wording import counted

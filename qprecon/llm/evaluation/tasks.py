@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import functools
 import importlib.metadata
 import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qprecon.contract.options import is_whole
 from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.evaluation.asked import check_known, named_tasks
 from qprecon.llm.evaluation.likelihoods import log_likelihoods
-from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_rows, local_task
+from qprecon.llm.evaluation.local_tasks import local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
+from qprecon.llm.files.folders import model_folder
 from qprecon.llm.files.hub import offline_if_silent
 from qprecon.llm.files.kinds import check_language_model
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
-from qprecon.llm.model.loading import load_tokenizer, load_whole, model_folder
+from qprecon.llm.model.loading import load_tokenizer, load_whole
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode
-
-ALIASES = {"lambada": "lambada_openai"}
 
 
 def check_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None) -> list[str]:
     """The tasks' names; ImportError, ValueError and FileNotFoundError as `evaluate_tasks` raises them."""
+    names = named_tasks(tasks, data_dir=data_dir, limit=limit)
     _need_lm_eval()
-    names = _names(tasks)
-    if limit is not None and (not is_whole(limit) or limit < 1):
-        raise ValueError(f"limit must be a whole number of at least 1, got {limit!r}")
     if data_dir is None:
         _check_hub_names(names)
     else:
-        _check_known(names, LOCAL_TASKS, f"From local files: {', '.join(LOCAL_TASKS)}")
         for name in names:
             local_rows(name, data_dir)
     return names
@@ -48,17 +43,9 @@ def check_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = Non
 def _check_hub_names(names: Sequence[str]) -> None:
     with _quiet(hide_bars=False):
         manager = _task_manager(True)
-    _check_known(names, manager.all_tasks, f"It is none of lm-eval's {len(manager.all_tasks):,} tasks and groups")
+    check_known(names, manager.all_tasks, f"It is none of lm-eval's {len(manager.all_tasks):,} tasks and groups")
     if tags := [name for name in names if name in manager.all_tags]:
         raise ValueError(f"{tags[0]!r} is lm-eval's word for several tasks, which have no score together: give their names")
-
-
-def _check_known(names: Sequence[str], known: Iterable[str], listed: str) -> None:
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
-            raise ValueError(f"unknown task {name!r}{hint}. {listed}")
 
 
 @functools.cache
@@ -187,14 +174,6 @@ def _remembering(encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
     is most of what MMLU takes beside the model."""
     remembered = functools.lru_cache(maxsize=64)(lambda *args, **more: tuple(encode(*args, **more)))
     return lambda *args, **more: list(remembered(*args, **more))
-
-
-def _names(tasks: str | Sequence[str]) -> list[str]:
-    words = [word.strip() for part in ([tasks] if isinstance(tasks, str) else tasks) for word in part.split(",")]
-    names = list(dict.fromkeys(ALIASES.get(word, word) for word in words if word))
-    if not names:
-        raise ValueError("no tasks given")
-    return names
 
 
 def _need_lm_eval() -> None:

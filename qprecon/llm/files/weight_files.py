@@ -1,6 +1,6 @@
 """The files that hold a model's weights: those that transformers reads, and what their headers say.
 
-What is wrong with one is found from its header and its size, before anything is computed.
+What is wrong with one is found from its header and its size, before anything is computed. torch is imported where tensors are read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from qprecon.errors import BadFileError
 from qprecon.files import PICKLE, SAFETENSORS, check_file, read_json, reading
@@ -159,6 +157,8 @@ def pickled_dtypes(path: Path) -> dict[str, str]:
 
     BadFileError for a file that is not whole, and for a pickle that asks for more than tensors: it is never run.
     """
+    import torch
+
     check_file(path, PICKLE)
     with reading(path, PICKLE, RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, MemoryError):
         try:
@@ -174,6 +174,8 @@ def pickled_dtypes(path: Path) -> dict[str, str]:
 
 def _why_refused(path: Path) -> str:
     """Without torch's own advice, which is to run the file."""
+    import torch
+
     try:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no file of torch.save, or a torch before 2.5
@@ -219,6 +221,8 @@ def check_index(files: WeightFiles) -> None:
 
 def _check_twice(files: WeightFiles, headers: Mapping[str, Header]) -> None:
     """BadFileError for a tensor that two files hold with different values: which one is meant, nobody can say."""
+    import torch
+
     first: dict[str, str] = {}
     for file, header in headers.items():
         for name in header.shapes:

@@ -1,5 +1,5 @@
 """The model as it is given: its blocks, linear layers and experts, and how it is loaded."""
 
-from qprecon.llm import check_installed
+from qprecon.llm import import_libraries
 
-check_installed()
+import_libraries()

@@ -14,15 +14,12 @@ import torch
 
 from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError, one_line
-from qprecon.files import local_path, near, read_json
-from qprecon.llm.files.hub import fetched_model, is_hub_name
+from qprecon.files import read_json
+from qprecon.llm.files.folders import check_tokenizer, has_tokenizer, model_folder
 from qprecon.llm.files.kinds import check_causal, check_experts_whole, check_kinds, check_left_over, config_facts, named_by_config
-from qprecon.llm.files.names import check_utf8_name
-from qprecon.llm.files.weight_files import check_contents, check_files, check_index, other_weights, weight_files
+from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
 from qprecon.llm.model.dtypes import NARROW, as_dtype
 from qprecon.wording import counted
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def choose_device(device: str | torch.device | None = None, argument: str = "device") -> torch.device:
@@ -164,13 +161,10 @@ def load_tokenizer(model: str | Path, needed_by: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     folder = model_folder(model)
-    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        if needed_by is None:
-            return None
-        raise ValueError(
-            f"{model} has no tokenizer, which {needed_by} needs: put its files (tokenizer.json, …) into the folder, or in Python "
-            "give tokenizer=… or token ids"
-        )
+    if needed_by is not None:
+        check_tokenizer(folder, str(model), needed_by)
+    elif not has_tokenizer(folder):
+        return None
     try:
         with loading(f"the tokenizer in {model}"):
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -180,49 +174,6 @@ def load_tokenizer(model: str | Path, needed_by: str | None = None) -> Any:
                 read_json(path)  # says so itself if it is the culprit
             raise
         warnings.warn(f"{one_line(error)}; so there is none", stacklevel=2)
-        return None
-
-
-def model_folder(model: str | Path) -> Path:
-    """Where the files of a model are: the folder itself, or the local copy of a hub model, fetched if need be.
-
-    A copy that is complete needs no network, and without one nothing is waited for.
-    """
-    if not str(model):
-        raise ValueError("the model's name is empty: give a folder or a hub name")
-    path = local_path(model)
-    if path.is_file():
-        hint = other_weights(path.parent) if path.suffix == ".gguf" else ""
-        raise FileNotFoundError(f"{model} is a file; a model is a folder with a config.json, or a hub name{hint}")
-    if path.is_dir():
-        check_utf8_name(path, "model")
-        if (path / "config.json").is_file():
-            return path
-        adapter = (path / "adapter_config.json").is_file()
-        hint = "; it holds an adapter of PEFT: merge that into its model first (merge_and_unload)" if adapter else ""
-        hint = hint or other_weights(path)
-        raise FileNotFoundError(f"{model} holds no config.json, so it is not a model folder{hint}")
-    if path.exists() or not isinstance(model, str) or not is_hub_name(model):
-        raise FileNotFoundError(f"no such model folder: {model}{near(path)}")
-    try:
-        return fetched_model(model)
-    except Exception as error:  # the hub's library raises classes of several others
-        why = one_line(error)
-        raise OSError(f"there is no folder {model!r} here, and as a name on the hub it cannot be had: {why}{near(path)}") from error
-
-
-def local_copy(model: str) -> Path | None:
-    """The folder of a model as far as it is here, by path or hub name, without asking anybody; None where it is not."""
-    from huggingface_hub import constants, snapshot_download
-
-    path = local_path(model)
-    if (path / "config.json").is_file():
-        return path
-    if not is_hub_name(model):
-        return None
-    try:
-        return Path(snapshot_download(model, cache_dir=constants.HF_HUB_CACHE, local_files_only=True))
-    except Exception:  # the hub's library raises classes of several others
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -22,15 +22,12 @@ from qprecon.llm.pruning.origin import Found
 from qprecon.llm.pruning.plan import NOT_ASKED, OUTSIDE, Plan
 from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.llm.ranks.group import Ranks
+from qprecon.llm.settings.beforehand import check_makes, checked_selector
 
 
 def check_choices(method: Method, device: torch.device) -> None:
     """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is."""
-    selector = get_selector(method.mask)
-    if not isinstance(method.amount, Mapping):
-        _check_makes(selector, [Pattern.parse(method.amount)])
-    if method.update == "own" and not selector.has_own_update:
-        raise ValueError(f"update 'own': mask {method.mask!r} has no weight update of its own; use 'optimal' or 'none'")
+    selector = checked_selector(method.mask, method.update, method.amount)
     selector.options(method.mask_options)
     RefineOptions.of(method.refine_options)
     _check_solve_options(method)
@@ -42,7 +39,7 @@ def check_method(method: Method, plan: Plan) -> None:
     """ValueError for a method that cannot make the plan's masks: patterns that it lacks, values that it refuses."""
     selector = get_selector(method.mask)
     asked = {str(layer.pattern): layer.pattern for layers in plan.layers for layer in layers}
-    _check_makes(selector, asked.values())
+    check_makes(selector, asked.values())
     if selector.model_level:
         _check_learnable(method, plan)
     elif method.mask != "given":
@@ -66,12 +63,6 @@ def check_stored_dense(found: Found, plan: Plan) -> None:
                 f"{found.name} is quantised ({method}): of {layer.view.name} it holds {min(own)}, and codes cannot be pruned. Take "
                 "the model before it was quantised (--quantize then does both in one run), or leave the layer out with ignore"
             )
-
-
-def _check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:
-    known = selector.patterns
-    if known is not None and (bad := [pattern for pattern in asked if str(pattern) not in known]):
-        raise ValueError(f"mask {selector.name!r} makes {', '.join(known)} only, not {bad[0]}; give pattern={known[0]!r}")
 
 
 def check_ranks(method: Method, ranks: Ranks) -> None:

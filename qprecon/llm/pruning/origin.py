@@ -18,11 +18,12 @@ from qprecon.contract.registry import BUILT_IN
 from qprecon.contract.registry import find as find_backend
 from qprecon.llm.calibration.mixture import as_mixture
 from qprecon.llm.calibration.windows import is_text
+from qprecon.llm.files.folders import local_copy, model_folder
 from qprecon.llm.files.kinds import check_kinds, check_language_model
 from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.masks import SELECTORS, get_selector
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, local_copy, model_folder
+from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan

@@ -10,8 +10,8 @@ from torch import nn
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.linears import UNHELD, LinearView, find_linears, tied_parameters
-from qprecon.llm.model.targets import as_patterns, check_patterns, matches
 from qprecon.llm.model.unprunable import check_changeable, check_held, check_no_adapter, check_refused
+from qprecon.llm.settings.targets import as_patterns, check_patterns, matches
 
 
 @dataclass(frozen=True)

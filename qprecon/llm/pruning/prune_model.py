@@ -14,11 +14,12 @@ from qprecon.arrays.collector import no_collection
 from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.calibration.samples import samples_for_all
+from qprecon.llm.files.folders import model_folder
 from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
 from qprecon.llm.lowbit.grid import check_grid, grid_of, reading_notes
 from qprecon.llm.model.devices import on_its_device
-from qprecon.llm.model.loading import choose_device, model_folder
+from qprecon.llm.model.loading import choose_device
 from qprecon.llm.pruning.allocation import ByLoss, Owl, allocation_asked, owl_plan
 from qprecon.llm.pruning.checks import (
     check_choices,

@@ -14,11 +14,11 @@ from torch import nn
 from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.calibration.samples import samples_for_all
+from qprecon.llm.files.folders import model_folder
 from qprecon.llm.lowbit.adapter import FOLDER as ADAPTER_FOLDER
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import on_its_device
-from qprecon.llm.model.loading import model_folder
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange

@@ -21,6 +21,7 @@ from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, c
 from qprecon.llm.recovery.placing import compute_dtype
 from qprecon.llm.recovery.trained import own_part
 from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.settings.beforehand import check_two
 from qprecon.llm.storage.journal import digest, tensor_checksum
 
 _MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
@@ -58,8 +59,7 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
     Raises ValueError: no folder to write to; models of other shapes or another vocabulary, with adapters, or with weights that are
     not finite. TypeError: something else than a model.
     """
-    if model is dense:
-        raise ValueError("model and dense are the same model: the pruned one comes first, the dense one second")
+    check_two(model, dense)
     if dtype not in (None, "auto"):
         as_dtype(dtype)
     named, dense_named = isinstance(model, str | Path), isinstance(dense, str | Path)

@@ -13,12 +13,12 @@ from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEv
 
 from qprecon import files
 from qprecon.errors import BadFileError
-from qprecon.llm.model.targets import ATTENTION, as_patterns
 from qprecon.llm.settings.aliases import ALIASES, KEYS, SETTINGS, meant, overridden
 from qprecon.llm.settings.fields import type_hints
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.run import Run
 from qprecon.llm.settings.stages import of_other_tools, without_stage
+from qprecon.llm.settings.targets import ATTENTION, as_patterns
 
 RECIPE_NAME = "recipe.yaml"
 _MOST_VALUES, _DEEPEST = 100_000, 100

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from qprecon.llm.files.folders import TOKENIZER_FILES
 from qprecon.llm.files.weight_files import WeightFiles
-from qprecon.llm.model.loading import TOKENIZER_FILES
 
 _WEIGHTS = frozenset(
     ".safetensors .bin .pt .pth .ckpt .gguf .ggml .onnx .onnx_data .h5 .msgpack .ot .tflite .mlmodel .mlpackage .pdparams .npz "

@@ -10,10 +10,11 @@ import torch
 
 from qprecon import cli
 from qprecon.llm.evaluation import assessment, tasks
+from qprecon.llm.evaluation.asked import named_tasks
 from qprecon.llm.evaluation.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_task
 from qprecon.llm.evaluation.scores import PAPER_TASKS, TaskScore, TaskScores, task_score
-from qprecon.llm.evaluation.tasks import _from_hub, _names, _remembering, evaluate_tasks
+from qprecon.llm.evaluation.tasks import _from_hub, _remembering, evaluate_tasks
 from tests.llm.evaluation.toy_tasks import ROWS, write_tasks
 from tests.llm.toy_text import toy_llama, toy_tokenizer
 
@@ -334,7 +335,7 @@ def test_bad_arguments_are_found_before_the_model_is_loaded(monkeypatch, argumen
 def test_unknown_tasks_and_missing_arguments(data, model, tmp_path):
     with pytest.raises(ValueError, match="did you mean 'winogrande'"):
         tasks.check_tasks("winogrand", data_dir=data)
-    assert _names("lambada, piqa,piqa") == ["lambada_openai", "piqa"]
+    assert named_tasks("lambada, piqa,piqa") == ["lambada_openai", "piqa"]
     with pytest.raises(ValueError, match="limit"):
         evaluate_tasks(model, "piqa", data_dir=data, limit=0)
     with pytest.raises(ValueError, match="tokenizer"):

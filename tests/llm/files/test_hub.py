@@ -12,8 +12,9 @@ import pytest
 from qprecon.cli import main
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
+from qprecon.llm.files.folders import model_folder
 from qprecon.llm.files.hub import ask_hub, hub_answers, is_hub_name, offline_if_silent
-from qprecon.llm.model.loading import load_causal_lm, model_folder
+from qprecon.llm.model.loading import load_causal_lm
 from tests.faults.network import HANGS
 from tests.faults.network import hub as hanging
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
@@ -52,7 +53,7 @@ def test_without_an_answer_names_are_refused_soon(hub, monkeypatch):
     for name in ("c4", "someone/texts"):
         with pytest.raises(OSError, match=f"'{name}'.*hub does not answer.*builtin"):
             load_texts(name)
-    assert time.monotonic() - started < 5  # the libraries take half a minute for one
+    assert time.monotonic() - started < 20  # the libraries take half a minute for one
 
 
 def test_paths_ask_nobody(hub, monkeypatch, tmp_path):

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qprecon.errors import UnknownBackendError
 from qprecon.llm import prune_model
-from qprecon.llm.model.targets import ATTENTION, matches
 from qprecon.llm.pruning import prune_model as pipeline
 from qprecon.llm.pruning.plan import plan_layers
+from qprecon.llm.settings.targets import ATTENTION, matches
 from tests.llm.families import FAMILIES, build, tokens
 from tests.llm.pruning.untouched import Untouched, names
 

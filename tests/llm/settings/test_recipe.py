@@ -11,12 +11,12 @@ from ruamel.yaml import YAML
 
 from qprecon import cli
 from qprecon.llm import prune_model
-from qprecon.llm.model.targets import ATTENTION
 from qprecon.llm.settings.aliases import ALIASES, KEYS, SETTINGS, as_recipe, overridden
 from qprecon.llm.settings.fields import options, type_hints
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.recipe_file import checked, command_words, load_recipe, save_recipe, to_yaml
 from qprecon.llm.settings.run import Run
+from qprecon.llm.settings.targets import ATTENTION
 from tests.llm.settings.options_table import shown, table
 from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 

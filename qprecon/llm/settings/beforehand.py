@@ -1,0 +1,106 @@
+"""What words and files' names alone tell to be wrong, told before torch and transformers are there, whose import takes seconds.
+
+What is looked at here is looked at again where it is used: `prune_model`, `recover` and `evaluate` have callers of other kinds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qprecon.contract import registry
+from qprecon.files import local_path, near
+from qprecon.llm.calibration.mixture import Mixture
+from qprecon.llm.calibration.texts import checked_name
+from qprecon.llm.files.folders import check_tokenizer, model_folder
+from qprecon.llm.files.weight_files import weight_files
+from qprecon.llm.masks import Selector, get_selector
+from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.settings.aliases import SETTINGS
+from qprecon.llm.settings.recipe import Recipe
+from qprecon.llm.settings.recovery import Recovery, RecoveryRun
+
+_DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
+
+
+def check_prune(words: Mapping[str, Any], calibration: Path | Mixture, alone: bool = True) -> None:
+    """Look at what `command_words` gave. alone: whether this is the only process; several meet before they look at files, which one
+    of them may not have, and one of them fetches a model from the hub.
+
+    Raises as `prune_model` does.
+    """
+    recipe = Recipe(**{name: value for name, value in words.items() if name in SETTINGS})
+    checked_selector(recipe.mask, recipe.update, recipe.amount)
+    if recipe.update == "optimal":
+        registry.check_usable(recipe.backend)
+    check_device(words.get("device"), "device")
+    check_device(words.get("store"), "store")
+    if alone:
+        check_path(recipe.mask_options.get("masks"), "mask_file")
+        check_tokenizer(check_model(words["model"]), words["model"], "the calibration text")
+        check_texts(calibration)
+
+
+def check_recover(words: Mapping[str, Any], calibration: Path | Mixture, alone: bool = True) -> None:
+    """Look at the words of `qprecon recover`. alone: as in `check_prune`. Raises as `recover` does."""
+    for kind in (Recovery, RecoveryRun):
+        kind(**{name: value for name, value in words.items() if name in kind.__dataclass_fields__})
+    check_device(words.get("device"), "device")
+    check_two(words["model"], words["dense"])
+    if alone:
+        check_path(words.get("masks"), "masks")
+        for name in ("model", "dense"):
+            check_model(words[name])
+        check_texts(calibration)
+
+
+def checked_selector(mask: str, update: str, amount: Any) -> Selector:
+    """The mask selector of that name. ValueError for a pattern that it does not make (a mapping is looked at layer by layer), and
+    for update="own" where it has no weights of its own."""
+    selector = get_selector(mask)
+    if not isinstance(amount, Mapping):
+        check_makes(selector, [Pattern.parse(amount)])
+    if update == "own" and not selector.has_own_update:
+        raise ValueError(f"update 'own': mask {mask!r} has no weight update of its own; use 'optimal' or 'none'")
+    return selector
+
+
+def check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:
+    """ValueError for a pattern that a selector does not make."""
+    known = selector.patterns
+    if known is not None and (bad := [pattern for pattern in asked if str(pattern) not in known]):
+        raise ValueError(f"mask {selector.name!r} makes {', '.join(known)} only, not {bad[0]}; give pattern={known[0]!r}")
+
+
+def check_device(device: str | None, argument: str) -> None:
+    """ValueError for a word that is no device of `choose_device`; whether there is such a one is not known yet."""
+    if device is not None and not _DEVICE.fullmatch(device):
+        raise ValueError(f"unknown {argument} {device!r}: use auto, cpu, cuda or cuda:1")
+
+
+def check_path(path: Any, argument: str) -> None:
+    """FileNotFoundError where there is nothing of that name."""
+    if isinstance(path, str | Path) and not local_path(path).exists():
+        raise FileNotFoundError(f"{argument}: no such file or folder: {path}{near(local_path(path))}")
+
+
+def check_two(model: Any, dense: Any) -> None:
+    """ValueError where the pruned and the dense model are one."""
+    paths = [local_path(each).resolve() for each in (model, dense) if isinstance(each, str | Path)]
+    if model is dense or (len(paths) == 2 and paths[0] == paths[1]):
+        raise ValueError("model and dense are the same model: the pruned one comes first, the dense one second")
+
+
+def check_model(model: str) -> Path:
+    """The model's folder, fetched from the hub if need be, in which there are weights."""
+    folder = model_folder(model)
+    weight_files(folder)
+    return folder
+
+
+def check_texts(calibration: Path | Mixture) -> None:
+    """Raises what the names of texts tell, as `load_texts` does."""
+    for source in [calibration] if isinstance(calibration, Path) else [source for source, _ in calibration.sources]:
+        checked_name(source)

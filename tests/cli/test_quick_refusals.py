@@ -1,0 +1,116 @@
+"""A wrong word is told before the libraries are imported, which takes seconds: torch, transformers and all that they bring."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ["torch", "transformers", "jax", "scipy", "datasets", "lm_eval", "safetensors", "pyarrow", "pandas", "osqp", "cvxpy"]
+TELL = """
+import contextlib, io, json, sys
+from qprecon import cli
+found = []
+for line in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            code = cli.main(line)
+        except SystemExit as stop:
+            code = stop.code
+    found.append([code, said.getvalue(), [name for name in json.loads(sys.argv[2]) if name in sys.modules]])
+print(json.dumps(found))
+"""
+REFUSED = {
+    "prune M O --mask Wanda": "did you mean 'wanda'?",
+    "prune M O --mask proxsparse --sparsity 0.5": "makes 2:4 only",
+    "prune M O --mask wanda --update own": "no weight update of its own",
+    "prune M O --preset fats": "did you mean fast?",
+    "prune M O --sparsity 50": "write '50%'",
+    "prune M O --pattern 5:4": "would keep 5 of 4",
+    "prune M O --backend PCG": "did you mean 'pcg'?",
+    "prune M O --quantize int5": "did you mean int8?",
+    "prune M O --group-size 64": "group_size is of quantize",
+    "prune M O --rounding swep": "did you mean sweep?",
+    "prune M O --prune_method wanda": "here that is --mask",
+    "prune M O --device cudda": "unknown device 'cudda'",
+    "prune M O --store cudda": "unknown store 'cudda'",
+    "prune M O --mask-file nowhere": "no such file or folder: nowhere",
+    "prune M O --calib nowhere.txt": "no such text file: nowhere.txt",
+    "prune M O --calib FOLDER": "is a folder",
+    "prune M O --calib builtin:0.5 --calib nowhere.txt:0.5": "no such text file: nowhere.txt",
+    "prune M O --calib builtin:0,5": "did you mean builtin:0.5?",
+    "prune ./nowhere O": "no such model folder: ./nowhere",
+    "prune FOLDER O": "holds no config.json",
+    "prune EMPTY O": "holds no weights",
+    "prune MUTE O --calib builtin": "has no tokenizer, which the calibration text needs",
+    "prune --recipe nowhere.yaml": "no such recipe",
+    "recover M OTHER O --train wieghts": "did you mean 'weights'?",
+    "recover M OTHER O --lr -1": "lr must be a positive number",
+    "recover M OTHER O --masks nowhere": "no such file or folder: nowhere",
+    "recover M OTHER O --device cudda": "unknown device",
+    "recover M OTHER O --calib nowhere.txt": "no such text file",
+    "recover M ./nowhere O": "no such model folder: ./nowhere",
+    "recover M M O": "are the same model",
+    "eval M": "nothing to measure",
+    "eval M --text builtin --limit 3": "limit has no effect",
+    "eval M --text builtin --seqlen -1": "argument --seqlen: it must be at least 2, got -1",
+    "eval M --text builtin --device cudda": "unknown device",
+    "eval M --text nowhere.txt": "no such text file",
+    "eval MUTE --text builtin": "has no tokenizer",
+    "eval ./nowhere --text builtin": "no such model folder: ./nowhere",
+    "eval M --tasks PIQA": "did you mean 'piqa'?",
+    "eval M --tasks piqq --data-dir FOLDER": "did you mean 'piqa'?",
+    "eval M --tasks piqa --data-dir nowhere": "no such folder: nowhere",
+    "eval M --tasks piqa --data-dir FOLDER": "has none of piqa_valid",
+    "eval M --tasks piqa --limit 0": "it must be at least 1, got 0",
+    "check-sparse ./nowhere": "no such model folder: ./nowhere",
+    "check-sparse FOLDER": "holds no config.json",
+    "check-sparse M --tokens 0": "it must be at least 1, got 0",
+    "solve nowhere.npz -o o.npz": "no such file: nowhere.npz",
+    "solve nowhere.npz -o o.npz --backend PCG": "did you mean 'pcg'?",
+    "solve nowhere.npz -o o.npz --tol 0": "it must be above 0, got 0",
+    "demo --model nowhere": "nowhere is not a model folder",
+    "report nowhere": "nowhere",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Each line's exit code, its words, and which of the libraries were there afterwards."""
+    here = tmp_path_factory.mktemp("words")
+    names = {name: here / name.lower() for name in ("M", "OTHER", "MUTE", "EMPTY", "FOLDER")}
+    for name, folder in names.items():
+        folder.mkdir()
+        if name != "FOLDER":
+            (folder / "config.json").write_text('{"model_type": "llama"}')
+        if name in ("M", "OTHER", "MUTE"):
+            (folder / "model.safetensors").touch()
+        if name in ("M", "OTHER"):
+            (folder / "tokenizer.json").touch()
+    lines = [[str(names.get(word, word)) for word in line.split()] for line in REFUSED]
+    calib = [["--calib", "builtin"] if line[0] in ("prune", "recover") and "--calib" not in line else [] for line in lines]
+    given = json.dumps([line + more for line, more in zip(lines, calib, strict=True)])
+    done = subprocess.run([sys.executable, "-c", TELL, given, json.dumps(HEAVY)], capture_output=True, text=True, cwd=here)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(REFUSED, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_it_is_told_in_one_line_without_the_libraries(told, line):
+    code, said, there = told[line]
+    assert code == 2 and REFUSED[line] in said and said.count("\n") == 1, said
+    assert not there
+
+
+def test_devices_that_are_refused_beforehand_are_refused_later_too():
+    from qprecon.llm.model.loading import choose_device
+    from qprecon.llm.settings.beforehand import check_device
+
+    for word in ("cudda", "warp", "meta", "cuda:", "cpu:x", ""):
+        for check in (lambda each: check_device(each, "device"), choose_device):
+            with pytest.raises(ValueError, match="device"):
+                check(word)
+    for word in ("auto", "cpu", "cpu:0", None):
+        check_device(word, "device")
+        choose_device(word)
