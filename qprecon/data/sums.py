@@ -15,7 +15,7 @@ HALVED_FROM = 4096  # and in two of them
 HOST_PANELS, HOST_PANELS_FROM = 8, 256
 """The same for torch on a CPU: 9/16 of a whole product's operations. It took 58 to 63 % of its time at 576 to 4864 inputs and 512
 rows, with sixteen panels 55 to 66 %, one thread of AMD EPYC."""
-_MIRRORED = 1024  # rows of the triangle that numpy turns at a time
+_MIRRORED = 1024  # rows of the triangle that are turned at a time
 _LONGEST = 4096
 """Rows of 16 bits that one product sums at most. Tensor cores cut off where they add: see ``qprecon.problem.hessian.ENTRY``."""
 _SHORT, _SMALL = 1024, 1024
@@ -78,15 +78,12 @@ def add_wide(sum_NK: Array, left_NT: Array, right_TK: Array) -> None:
 
 
 def mirror(sum_NN: Array) -> None:
-    """Fill the lower triangle after all ``add_gram``."""
-    if kind_of(sum_NN) != "numpy":
-        for rows in _triangle(sum_NN):
-            sum_NN[rows.stop :, rows] = sum_NN[rows, rows.stop :].t()
-        return
+    """Fill the lower triangle after all ``add_gram``, all of it: xᵀx made whole is not symmetric to the last bit on every processor."""
+    triu = np.triu if kind_of(sum_NN) == "numpy" else namespace(sum_NN).triu
     for first in range(0, len(sum_NN), _MIRRORED):
         rows = slice(first, first + _MIRRORED)
-        corner_NN = np.triu(sum_NN[rows, rows])
-        sum_NN[rows, rows] = corner_NN + np.triu(corner_NN, 1).T
+        corner_NN = triu(sum_NN[rows, rows])
+        sum_NN[rows, rows] = corner_NN + triu(corner_NN, 1).T
         sum_NN[rows.stop :, rows] = sum_NN[rows, rows.stop :].T
 
 

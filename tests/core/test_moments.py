@@ -51,6 +51,16 @@ def test_sums_are_those_of_all_rows(center, weighted, kind, size):
         assert found.x_mean is None and found.y_mean is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 5, 300, 2 * sums._MIRRORED + 3])
+def test_the_lower_triangle_is_the_upper_one(kind, size):
+    """Whatever a processor's product left there."""
+    whole_NN = np.random.default_rng(0).standard_normal((size, size))
+    found_NN = kind(whole_NN.copy())
+    sums.mirror(found_NN)
+    np.testing.assert_array_equal(to_numpy(found_NN), np.triu(whole_NN) + np.triu(whole_NN, 1).T)
+
+
 def test_large_means_cost_few_digits():
     """With means of 1e6 the difference of two sums would keep four digits."""
     x, y, _ = data(mean=1e6)
