@@ -47,6 +47,11 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
         given = ("--model", f"{models}/{model}", "--data", str(data), "--device", "cuda", "--shared", "--out", str(results))
         return Step(name, seconds, (f"benchmarks/models/{code}.py", *given, *more), lane=name.split("_")[0], model=model)
 
+    def small(name: str, model: str) -> Step:
+        text = ("--text", f"{data}/text/wikitext2_train_5k.txt.gz", "--setting", "preset=fast")
+        to = ("--model", f"{models}/{model}", "--name", name, "--out-json", f"{results}/end_to_end.json")
+        return Step(f"small_{model}", 90, ("benchmarks/models/end_to_end.py", *to, *text), model=model)
+
     eight = ("--blocks", "8")
     mixture = "50%:best@wikitext2+c4+code"
     return [
@@ -54,6 +59,9 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
         Step("gram", 60, ("benchmarks/layers/gram_rows.py", "--out", f"{results}/gram_rows.json")),
         whole("whole", "fast", 150), whole("whole_balanced", "balanced", 240),
         whole("eight", "fast", 90, *eight), whole("eight_int4", "fast", 120, *eight, "--setting", "quantize=int4"),
+        whole("eight_norms", "fast", 90, *eight, "--setting", "fused_norms=true"),
+        whole("eight_balanced", "balanced", 120, *eight), whole("eight_best", "best", 150, *eight),
+        small("SmolLM2-135M", "smollm2"), small("Gemma-3-270M", "gemma3"),
         Step("tests", 400, ("-m", "pytest", "-v", "-m", "gpu", "tests", "--ignore", "tests/llm/ranks"), lane="tests"),
         Step("faults", 200, (
             "benchmarks/faults.py", "--only", "memory", "--device", "cuda", "--count", "100", "--processes", "5",

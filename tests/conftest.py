@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import sys
 
@@ -6,6 +7,15 @@ import pytest
 # Before numpy and torch are imported: the tests are many and small, and threads that wait for one another cost many times as much.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+# XLA compiles MPAX in two thirds of the time, for problems that are solved once.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+if importlib.util.find_spec("hypothesis"):  # the tests of a GPU do without
+    import hypothesis
+
+    # The same examples on every machine and in any order of the tests, also of those that are run alone.
+    hypothesis.settings.register_profile("qprecon", derandomize=True, deadline=None, database=None)
+    hypothesis.settings.load_profile("qprecon")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.random_models import SHAPES, random_model
-from benchmarks.machine import append_run
+from benchmarks.machine import put_whole
 from benchmarks.models.end_to_end_probe import Probe, floor, measured_rates
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
@@ -58,7 +58,7 @@ def main() -> None:
         total = time.perf_counter() - started - probe.excluded
     run = _run(name, device, report, probe, total, rates, config, arguments)
     _print(run, report, probe)
-    append_run(arguments.out_json, run)
+    put_whole(arguments.out_json, run)
     if not arguments.keep:
         shutil.rmtree(out)
 
@@ -66,6 +66,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-3.2-1b", help=f"{', '.join(SHAPES)}, or a model folder")
+    parser.add_argument("--name", help="of a model folder in the results; its own unless given")
     parser.add_argument("--blocks", type=int, help="only the first so many blocks")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
@@ -77,7 +78,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--store", help="where activations are kept; as prune_model decides unless given")
     parser.add_argument("--workdir", default="/tmp/qprecon-end-to-end", help="for models, random and pruned")
-    parser.add_argument("--out-json", default="benchmarks/results/end_to_end.json", help="the run is appended to this list")
+    parser.add_argument("--out-json", default="benchmarks/results/end_to_end.json", help="the list that gets the run")
     parser.add_argument("--setting", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="of prune_model")
     parser.add_argument("--keep", action="store_true", help="keep the pruned model")
     arguments = parser.parse_args()
@@ -88,7 +89,7 @@ def _arguments() -> argparse.Namespace:
 def _model_folder(arguments: argparse.Namespace, device: torch.device) -> tuple[Path, str]:
     """The folder of the model and its name in the results; a random model is written first, outside all timing."""
     if arguments.model not in SHAPES:
-        return Path(arguments.model), Path(arguments.model).name
+        return Path(arguments.model), arguments.name or Path(arguments.model).name
     started = time.perf_counter()
     folder = random_model(arguments.model, arguments.workdir, blocks=arguments.blocks, device=str(device))
     depth = folder.name.rpartition("-")[2]

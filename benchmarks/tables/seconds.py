@@ -93,18 +93,30 @@ def starts() -> str:
 
 
 def costs() -> str:
-    """What the presets take on a large shape."""
-    runs = load("end_to_end_presets_h200")
-    first = runs[0]["seconds_beside_io"]
+    """What the presets take on a large shape: whole models first, each beside `fast` of the same model and card."""
+    runs = sorted(load("end_to_end_presets_h200"), key=lambda run: " blocks)" in run["model"])
+
+    def over_fast(run: dict[str, Any]) -> str:
+        same = [each for each in runs if (each["model"], each["gpu"]) == (run["model"], run["gpu"])]
+        fast = next((each for each in same if each["settings"] == {"preset": "fast"}), None)
+        return f"{run['seconds_beside_io'] / fast['seconds_beside_io']:.2f}" if fast else "–"
+
     body = [
-        [f"`{run['settings']['preset']}`", f"{run['seconds_beside_io']:.1f} s", f"{run['seconds_beside_io'] / first:.1f}",
-         f"{run['seconds'].get('gradients', 0.0):.1f} s", f"{run['peak_gpu_gb']:.1f} GB", str(run["uncertified_columns"])]
+        [run["model"].replace(", random weights", ""), _settings(run), f"{run['seconds_beside_io']:.1f} s",
+         over_fast(run), f"{run['seconds'].get('gradients', 0.0):.1f} s",
+         f"{run['peak_gpu_gb']:.1f} GB", str(run["uncertified_columns"])]
         for run in runs
     ]  # fmt: skip
     run = runs[0]
-    note = f"{run['model']}, {run['samples']} × {run['seqlen']} tokens, {run['pattern']}, beside the disk; "
-    note += f"one {run['gpu']}, {run['date'][:10]}."
-    return table(["", "time", "over `fast`", "of it gradients", "memory of the GPU", "columns not certified"], body) + "\n\n" + note
+    note = f"Random weights, {run['samples']} × {run['seqlen']} tokens, {run['pattern']}, beside the disk. On {_cards(runs)}."
+    head = ["model", "settings", "time", "over `fast`", "of it gradients", "memory of the GPU", "columns not certified"]
+    return table(head, body) + "\n\n" + note
+
+
+def _settings(run: dict[str, Any]) -> str:
+    """A run's preset, and what else was set."""
+    more = [f"`{name}={value}`".replace("=True", "") for name, value in run["settings"].items() if name != "preset"]
+    return ", ".join([f"`{run['settings']['preset']}`", *more])
 
 
 def demo() -> str:

@@ -19,8 +19,7 @@ import qprecon
 from . import reference
 from .families import FAMILIES, Problem, gram, weights
 
-hypothesis.settings.register_profile("contract", max_examples=12, derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("contract")
+FEW = hypothesis.settings(max_examples=12)
 BACKENDS = ("cholesky", "pcg")
 
 
@@ -48,6 +47,7 @@ def close(a: np.ndarray, b: np.ndarray, problem: Problem, rtol: float = 1e-6) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@FEW
 @hypothesis.given(problem=problems())
 def test_never_worse_than_the_masked_weights(backend: str, problem: Problem) -> None:
     """The objective, recomputed, is at most that of the masked weights, and at least the optimum's."""
@@ -60,6 +60,7 @@ def test_never_worse_than_the_masked_weights(backend: str, problem: Problem) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@FEW
 @hypothesis.given(problem=problems(), data=st.data())
 def test_permuting_columns_permutes_the_answer(backend: str, problem: Problem, data: st.DataObject) -> None:
     """Columns are independent of their order."""
@@ -74,6 +75,7 @@ def test_permuting_columns_permutes_the_answer(backend: str, problem: Problem, d
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@FEW
 @hypothesis.given(problem=problems(), data=st.data())
 def test_permuting_inputs_permutes_the_answer(backend: str, problem: Problem, data: st.DataObject) -> None:
     """The optimum does not depend on the order of the inputs."""
@@ -92,6 +94,7 @@ def test_permuting_inputs_permutes_the_answer(backend: str, problem: Problem, da
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("backend", BACKENDS)
+@FEW
 @hypothesis.given(problem=problems(), k=st.integers(-25, 25), m=st.integers(-12, 12))
 def test_powers_of_two_scale_exactly(backend: str, dtype: str, problem: Problem, k: int, m: int) -> None:
     """H · 2^k and W · 2^m give the same answer scaled, weights and objective to the last bit: normalisation rounds nothing."""
@@ -123,6 +126,7 @@ def test_batch_size_is_irrelevant(backend: str, family: str) -> None:
         assert parts.status.tolist() == whole.status.tolist()
 
 
+@FEW
 @hypothesis.given(problem=problems())
 def test_forms_agree(problem: Problem) -> None:
     """Box form and reduced form, each solved with numpy, and ``solve`` have one minimiser and one minimum."""
@@ -162,6 +166,7 @@ def test_reduced_form_is_the_papers() -> None:
     assert form.constant == 3.0 * 2.0 * 2.0
 
 
+@FEW
 @hypothesis.given(problem=problems(bounds=True))
 def test_forms_carry_the_bounds(problem: Problem) -> None:
     """Bounds on ŵ become bounds on Δ in both forms; the optimum of the references lies within and costs the same."""

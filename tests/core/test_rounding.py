@@ -125,7 +125,7 @@ def test_denormal_weights_become_finite_ones_no_larger(name, size):
 
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from(NAMES), st.booleans())
 def test_the_objective_never_rises(seed, name, searched):
     """Descent and re-fitted scales: f falls or stays, values stay on the grid, pruned weights stay zero, r is b − Aq."""
@@ -273,7 +273,7 @@ def test_bits_per_weight_counts_scales():
     assert find_grid("bf16").bits_per_weight(1024) == 16
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from(NAMES), st.booleans(), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_searched_scales_cost_no_more_than_those_of_the_largest_weights(seed, name, symmetric, scale_dtype):
     """By the error they are chosen for, group by group; zeros stay zeros, and values are those of a reader: unit times step."""

@@ -48,7 +48,7 @@ def grid_of(name: str, **options):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(8501, "int8", "sweep", False, False, False)
 @given(st.integers(0, 10**6), st.sampled_from(NAMES), st.sampled_from(METHODS), st.booleans(), st.booleans(), st.booleans())
 def test_what_is_stored_is_on_its_grid_and_bounded(seed, name, method, with_rhs, solved, symmetric):
@@ -117,7 +117,7 @@ def test_near_the_best_of_all_codes():
         least = np.zeros(2)
         for j in range(2):
             rows = found.fitted.rows(slice(0, 8))
-            trial = np.unique(codes_8C * rows.scale_BK[:, j : j + 1] * mask[:, j : j + 1], axis=1)
+            trial = codes_8C * rows.scale_BK[:, j : j + 1] * mask[:, j : j + 1]
             least[j] = (objective(h, (h @ w)[:, j : j + 1], w[:, j : j + 1], trial) + w[:, j] @ h @ w[:, j]).min()
         assert (found.objective >= least * (1 - 1e-9)).all()
         ratios += list(found.objective / least)

@@ -45,7 +45,8 @@ from qprecon.wording import counted
 class Found:
     """The model: in memory, or a skeleton of the folder of `files`, which is read block by block (with `shards`) or as a whole.
 
-    left_over: stored tensors that the model has no place for. dtype: as it was asked for.
+    left_over: stored tensors that the model has no place for. dtype: as it was asked for. own_tokenizer: whether the tokenizer is
+    the folder's, whose files go into the output as they are.
     """
 
     model: nn.Module
@@ -55,6 +56,12 @@ class Found:
     shards: Shards | None = None
     left_over: tuple[str, ...] = ()
     dtype: Any = None
+    own_tokenizer: bool = False
+
+    @property
+    def given_tokenizer(self) -> Any:
+        """That which the output has in place of the files of the model's folder; None if there is none."""
+        return None if self.own_tokenizer else self.tokenizer
 
     @property
     def is_skeleton(self) -> bool:
@@ -118,9 +125,10 @@ def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: A
     narrowed = _narrowed(frame, shards, dtype)
     if narrowed is not None:
         log.note(narrowed)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(folder, needed_by="the calibration text" if text else None)
-    return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype)
+    own = tokenizer is None
+    if own and text:
+        tokenizer = load_tokenizer(folder, needed_by="the calibration text")
+    return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype, own)
 
 
 def _narrowed(model: nn.Module, shards: Shards | None, dtype: Any) -> str | None:
@@ -137,7 +145,10 @@ def _narrowed(model: nn.Module, shards: Shards | None, dtype: Any) -> str | None
 
 
 def companions_of(name: str, tokenizer: Any, files: WeightFiles | None = None) -> Companions | None:
-    """What lies beside the weights in a model's folder; of one in memory, in that which it came from by `name`. None: in none."""
+    """What lies beside the weights in a model's folder; of one in memory, in that which it came from by `name`. None: in none.
+
+    tokenizer: that will be written; None where the folder's files are copied.
+    """
     if files is None:
         folder = local_copy(name)
         if folder is None:

@@ -217,7 +217,7 @@ def _opened(
     folder = None if found.shards is None else found.shards.folder
     if out is not None and ranks.first:
         with log.library_bars():
-            check_writable(found.model, found.tokenizer, folder)
+            check_writable(found.model, found.given_tokenizer, folder)
     samples = samples_for_all(
         ranks, found.model, calibration, found.tokenizer, recipe.nsamples, recipe.seqlen, recipe.seed
     )
@@ -225,7 +225,7 @@ def _opened(
         with log.library_bars():
             found = found.in_memory(log)
         plan = plan_layers(found.model, recipe.amount, recipe.targets, recipe.ignore)
-    companions = None if out is None or not ranks.first else companions_of(found.name, found.tokenizer, found.files)
+    companions = None if out is None or not ranks.first else companions_of(found.name, found.given_tokenizer, found.files)
     compute = computed_in(plan, recipe.compute_dtype, device)
     recorded["compute_dtype"] = "stored" if compute is None else str(compute).removeprefix("torch.")
     if compute is not None and ranks.first:
@@ -242,7 +242,7 @@ def _say_link(given: Any, out: Path, log: RunLog) -> None:
 
 
 def _save(run: _Run, report: PruneReport, out: Path, with_masks: bool, log: RunLog) -> None:
-    source, model, tokenizer = run.source, run.found.model, run.found.tokenizer
+    source, model, tokenizer = run.source, run.found.model, run.found.given_tokenizer
     masks, pack = source.masks() if with_masks else None, _packing(run, report)
     if isinstance(source, DiskBlocks):
         folder = run.found.files.folder

@@ -131,7 +131,7 @@ def _run(
             "optimizer_state_used": done.fit.optimizer_state, "checkpointing": done.fit.checkpointing, "device": str(task.device),
         }  # fmt: skip
         facts = among_ranks(ranks, task.device, None, log)
-        beside = None if out is None or not ranks.first else companions_of(pair.name, pair.tokenizer)
+        beside = None if out is None or not ranks.first else companions_of(pair.name, pair.given_tokenizer)
         if beside and (left_out := beside.note()):
             log.note(left_out)
 
@@ -141,7 +141,7 @@ def _run(
                 with log.phase("save"), log.library_bars(), journal.keeping():
                     packed = task.selected.masks() if where.save_masks else None
                     card = report.model_card()
-                    save_model(pair.model, report, out, pair.tokenizer, packed, beside, name=RECOVERY_NAME, card=card)
+                    save_model(pair.model, report, out, pair.given_tokenizer, packed, beside, name=RECOVERY_NAME, card=card)
                     tidy(out)
                     shutil.rmtree(partial_folder(out), ignore_errors=True)
                     journal.close()
@@ -185,7 +185,7 @@ def _opened(
         if is_another(pair.model, pair.dense):
             log.note("the dense model's embeddings are not those of the pruned one: is it the model that was pruned?")
         if out is not None and ranks.first:
-            check_writable(pair.model, pair.tokenizer)
+            check_writable(pair.model, pair.given_tokenizer)
     samples = samples_for_all(
         ranks, pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
     )

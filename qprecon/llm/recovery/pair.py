@@ -16,7 +16,7 @@ from qprecon.llm.files.kinds import check_language_model, check_unquantised
 from qprecon.llm.model.blocks import check_finite, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
-from qprecon.llm.model.loading import load_causal_lm, load_config
+from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
 from qprecon.llm.recovery.placing import compute_dtype
 from qprecon.llm.recovery.trained import own_part
@@ -29,7 +29,10 @@ _MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
 
 @dataclass(frozen=True)
 class Pair:
-    """Both models in memory. `loaded`, `dense_loaded`: whether each was loaded here, so that it may be moved or emptied."""
+    """Both models in memory. `loaded`, `dense_loaded`: whether each was loaded here, so that it may be moved or emptied.
+
+    own_tokenizer: whether the tokenizer is that of the pruned model's folder, whose files go into the output as they are.
+    """
 
     model: nn.Module
     dense: nn.Module
@@ -38,6 +41,12 @@ class Pair:
     dense_name: str
     dense_loaded: bool
     loaded: bool = False
+    own_tokenizer: bool = False
+
+    @property
+    def given_tokenizer(self) -> Any:
+        """That which the output has in place of the files of the model's folder; None if there is none."""
+        return None if self.own_tokenizer else self.tokenizer
 
     def wanted(self, first: bool) -> bool:
         """Whether a rank must have the trained weights: the first one, which writes them, and all whose caller has the model."""
@@ -56,16 +65,19 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
     named, dense_named = isinstance(model, str | Path), isinstance(dense, str | Path)
     if named and not to_folder:
         raise ValueError("a model given by name is recovered in a copy: say where to write it with out=")
-    name, dense_name = str(model), str(dense)
+    name, dense_name, own = str(model), str(dense), False
     if named:
         check_unquantised(str(model), load_config(model), "recover trains weights, and these are codes")
-        model, own_tokenizer = load_causal_lm(model, device="cpu", dtype=dtype)
-        tokenizer = tokenizer or own_tokenizer
+        if tokenizer is None:
+            tokenizer = load_tokenizer(model_folder(model))
+            own = tokenizer is not None
+        model = load_whole(model, device="cpu", dtype=dtype)[0]
     else:
         name = _in_memory(model, "model")
     if dense_named:
-        dense, dense_tokenizer = load_causal_lm(dense, device="cpu", dtype=compute_dtype(device))
-        tokenizer = tokenizer or dense_tokenizer
+        if tokenizer is None:
+            tokenizer = load_tokenizer(model_folder(dense))
+        dense = load_whole(dense, device="cpu", dtype=compute_dtype(device))[0]
     else:
         dense_name = _in_memory(dense, "dense model")
     check_no_adapter(model)
@@ -74,7 +86,7 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
     _check_alike(model, dense)
     for each in (model, dense):
         check_finite(each.named_parameters())
-    return Pair(model, dense, tokenizer, name, dense_name, dense_named, named)
+    return Pair(model, dense, tokenizer, name, dense_name, dense_named, named, own)
 
 
 def _in_memory(model: Any, argument: str) -> str:

@@ -53,7 +53,7 @@ def test_without_an_answer_names_are_refused_soon(hub, monkeypatch):
     for name in ("c4", "someone/texts"):
         with pytest.raises(OSError, match=f"'{name}'.*hub does not answer.*builtin"):
             load_texts(name)
-    assert time.monotonic() - started < 5  # the libraries take half a minute for one
+    assert time.monotonic() - started < 20  # the libraries take half a minute for one
 
 
 def test_paths_ask_nobody(hub, monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Recovery over several ranks through FSDP2: what one process gives, on all of them; faults, and runs that go on."""
 
+import functools
 import os
 import signal
 import time
@@ -34,6 +35,12 @@ def recovered(rank, family="llama", dtype=torch.float32, windows=None, **argumen
     return report, bits(model), held
 
 
+@functools.cache
+def alone():
+    """What one process gives with the settings that most tests have; nobody changes it."""
+    return recovered(0)
+
+
 def check_same(found, one, near=1e-5):
     """Every rank has the answer of one process, up to the order of sums, and the very same as the other ranks."""
     for report, weights, held in found:
@@ -49,7 +56,7 @@ def check_same(found, one, near=1e-5):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_weights_of_one_process(size):
     """Three ranks get parts of different sizes, and batches whose windows are not even."""
-    one = recovered(0)
+    one = alone()
     found = processes(size, recovered)
     check_same(found, one)
     reports = [report for report, _, _ in found]
@@ -107,8 +114,8 @@ def with_dense_in_parts(rank):
 def test_a_dense_model_that_does_not_fit_lies_in_parts_too():
     found = processes(2, with_dense_in_parts)
     assert all(each[1] == [True, True] for each in found)
-    check_same([each[0] for each in found], recovered(0))
-    assert found[0][0][0].memory["dense model"] < recovered(0)[0].memory["dense model"]
+    check_same([each[0] for each in found], alone())
+    assert found[0][0][0].memory["dense model"] < alone()[0].memory["dense model"]
 
 
 def lying(rank):
@@ -149,7 +156,7 @@ def offloaded(rank):
 
 def test_a_state_in_the_hosts_memory():
     found = processes(2, offloaded)
-    check_same([each[0] for each in found], recovered(0))
+    check_same([each[0] for each in found], alone())
     assert all(each[1] == {"CPUOffloadPolicy"} for each in found)
 
 
@@ -176,7 +183,7 @@ def test_a_state_of_the_host_goes_on_anywhere(before, after, tmp_path):
         processes(before, lambda rank: begun(rank, tmp_path / "out", 4, raises, **settings))
     work = lambda rank: recovered(rank, out=tmp_path / "out", **settings)  # noqa: E731
     again = [work(0)] if after == 1 else processes(after, work)
-    check_same(again, recovered(0))
+    check_same(again, alone())
     assert any("continued after step 2" in note for note in again[0][0].warnings)
 
 
@@ -231,7 +238,7 @@ def test_a_rank_that_is_lost_is_named_and_others_go_on(fault, tmp_path):
         again = processes(3, lambda rank: recovered(rank, out=out))
     else:
         again = [recovered(0, out=out)]
-    check_same(again, recovered(0))
+    check_same(again, alone())
     assert any("continued after step 2" in note for note in again[0][0].warnings)
     assert RecoveryReport.load(out).world_size == len(again) and not partial_folder(out).exists()
 
@@ -253,7 +260,7 @@ def test_ranks_go_on_from_one_process(tmp_path):
     finally:
         training.gradients = original
     again = processes(2, lambda rank: recovered(rank, out=tmp_path / "out"))
-    check_same(again, recovered(0))
+    check_same(again, alone())
     assert any("continued after step 4" in note for note in again[0][0].warnings)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from qprecon.llm.storage.journal import PROGRESS, Journal, _differences
 
+pytestmark = pytest.mark.own
 HOLDING = """
 import sys
 from pathlib import Path

@@ -342,6 +342,7 @@ print(sorted(finished))
 """
 
 
+@pytest.mark.own
 def test_killed_at_twenty_random_moments(tmp_path):
     folder, root = saved(tmp_path / "dense"), Path(__file__).resolve().parents[3]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

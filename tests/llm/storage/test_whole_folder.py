@@ -10,11 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qprecon.llm import perplexity, prune_model
+from qprecon.llm import perplexity, prune_model, recover
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.model.loading import load_causal_lm
 from tests.llm.families import VOCAB, build, tokens
-from tests.llm.toy_text import toy_tokenizer
+from tests.llm.toy_text import toy_tokenizer, words
 
 
 def prune(model, out=None, **arguments):
@@ -210,6 +210,31 @@ def test_everything_is_in_the_output_or_named(furnished, how, tmp_path):
     assert not any("lacks" in note for note in again.warnings)  # nobody misses what the first run said of itself
     (furnished / "recipe.yaml").write_text("of another tool")
     assert any("recipe.yaml" in note for note in prune(model, out).warnings) or how == "memory"
+
+
+@pytest.mark.parametrize("how", ["streamed", "whole", "recovered"])
+def test_files_of_the_tokenizer_stay_as_they_are(furnished, how, tmp_path):
+    """To the byte: another version of transformers would write another file."""
+    path, name = furnished / "tokenizer.json", "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=7) + "\n\n")
+    if how == "whole":
+        torch.save(load_file(furnished / "model.safetensors"), furnished / "pytorch_model.bin")
+        (furnished / "model.safetensors").unlink()
+    text = [words(300, start) for start in range(4)]
+    prune_model(furnished, text, out=tmp_path / "out", nsamples=2, seqlen=16, preset="fast", progress=False)
+    out = tmp_path / "out"
+    if how == "recovered":
+        out = tmp_path / "recovered"
+        recover(tmp_path / "out", furnished, text, out=out, nsamples=2, seqlen=16, progress=False)
+    names = [entry.name for entry in furnished.iterdir() if "token" in entry.name]
+    assert name in names and all((out / each).read_bytes() == (furnished / each).read_bytes() for each in names)
+    assert AutoTokenizer.from_pretrained(out)("w1 w2")["input_ids"] == toy_tokenizer()("w1 w2")["input_ids"]
+
+
+def test_a_tokenizer_that_nothing_needs_is_not_read(furnished, tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    prune(furnished, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (furnished / "tokenizer.json").read_bytes()
 
 
 def test_files_of_another_tokenizer_are_not_mixed(furnished, tmp_path):
