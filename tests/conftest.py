@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import random
 import sys
 
 import pytest
@@ -16,6 +17,14 @@ if importlib.util.find_spec("hypothesis"):  # the tests of a GPU do without
     # The same examples on every machine and in any order of the tests, also of those that are run alone.
     hypothesis.settings.register_profile("qprecon", derandomize=True, deadline=None, database=None)
     hypothesis.settings.load_profile("qprecon")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Random numbers of a test do not depend on those that ran before it, which others do in each run."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture
