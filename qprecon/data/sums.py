@@ -78,7 +78,7 @@ def add_wide(sum_NK: Array, left_NT: Array, right_TK: Array) -> None:
 
 
 def mirror(sum_NN: Array) -> None:
-    """Fill the lower triangle after all ``add_gram``, all of it: xᵀx made whole is not symmetric to the last bit on every processor."""
+    """Fill the lower triangle after all ``add_gram``: on some processors not even a whole product is symmetric to the last bit."""
     triu = np.triu if kind_of(sum_NN) == "numpy" else namespace(sum_NN).triu
     for first in range(0, len(sum_NN), _MIRRORED):
         rows = slice(first, first + _MIRRORED)

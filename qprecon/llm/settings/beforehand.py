@@ -48,8 +48,8 @@ def check_recover(words: Mapping[str, Any], calibration: Path | Mixture, alone: 
     for kind in (Recovery, RecoveryRun):
         kind(**{name: value for name, value in words.items() if name in kind.__dataclass_fields__})
     check_device(words.get("device"), "device")
-    check_two(words["model"], words["dense"])
     if alone:
+        check_two(words["model"], words["dense"])
         check_path(words.get("masks"), "masks")
         for name in ("model", "dense"):
             check_model(words[name])

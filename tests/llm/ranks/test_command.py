@@ -61,7 +61,7 @@ def test_bad_input_is_one_line(model, tmp_path, flags):
     codes, said, shown = launched(2, tmp_path, model, tmp_path / "out", "--calib", tmp_path / "text.txt", *flags)
     assert 0 not in codes and said == ["", ""]
     lines = [line for text in shown for line in text.splitlines() if "error" in line]
-    assert len(lines) == 1 and ("rank " in lines[0]) == ("--sparsity" not in flags)  # that is in what all were given
+    assert len(lines) == 1 and ("rank " in lines[0]) == ("--targets" in flags)  # the others are in what all were given
     assert not (tmp_path / "out").exists()
 
 

@@ -51,6 +51,7 @@ def test_it_hands_over_what_was_given(monkeypatch):
     calls = []
     report = types.SimpleNamespace(summary=lambda: "the summary")
     monkeypatch.setattr(qprecon.llm, "recover", lambda *a, **k: calls.append((a, k)) or report, raising=False)
+    monkeypatch.setattr("qprecon.llm.settings.beforehand.check_recover", lambda *_, **__: None)
     assert cli.main(["recover", "M", "D", "O", "--quiet"]) == 0
     given = dict(model="M", dense="D", out="O")
     assert calls[0] == ((), {**given, "calibration": Path("c4"), "progress": "quiet"})
