@@ -71,6 +71,7 @@ def test_a_model_that_does_not_fit_is_evaluated_nowhere_and_stays_where_it_was()
     assert perplexity(model, tokens(2), seqlen=16).value > 0
 
 
+@pytest.mark.own
 @pytest.mark.filterwarnings("ignore:the run ended early")
 @pytest.mark.parametrize("preset", ["balanced", "best"])
 def test_each_of_a_run_s_allocations_may_fail(preset, monkeypatch, tmp_path):
