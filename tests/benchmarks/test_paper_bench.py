@@ -77,7 +77,7 @@ def test_accuracies_join_rows_that_lack_them(bench, tmp_path):
     (tmp_path / "tasks").mkdir()
     scored = [*common, "--tasks", str(write_tasks(tmp_path / "tasks"))]
     with pytest.raises(FileNotFoundError, match="mmlu"):
-        paper.main([*common, "--tasks", str(out)])
+        paper.main([*common, "--tasks", str(tmp_path)])
     assert paper.main([*common, "--rows", "core"]) == 0
     before = json.loads((out / "paper_toy.json").read_text())
     assert not any("accuracy" in row for row in before)
