@@ -6,6 +6,7 @@ Third parties register theirs through the entry-point group ``qprecon.backends``
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import itertools
@@ -39,6 +40,7 @@ class Loaded:
 
 
 # The arguments of ``solve`` itself, which a misspelt option may have meant.
+_MISSPELT = 0.85  # similarity to one of these from which on a word is meant for it; no backend's own option is so near
 _COMMON = ("rhs", "lower", "upper", "damping", "tol", "max_iterations", "time_limit", "warm_start", "batch_size", "dtype")
 _CORE = ("numpy", "torch")
 BUILT_IN = (
@@ -179,6 +181,8 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
     name = next(iter(options), None)
     if name is None:
         return
+    if near := difflib.get_close_matches(name, _COMMON, n=1, cutoff=_MISSPELT):  # told before libraries are imported for a look
+        raise ValueError(f"unknown option {name!r}; did you mean {near[0]!r}?")
     owned = {record.name: option_names(_kind(importlib.import_module(record.target))) for record in BUILT_IN if record.installed}
     if owner := next((record for record, names in owned.items() if name in names), None):
         raise ValueError(

@@ -79,10 +79,21 @@ class InProgress:
             higher_K = ~(fresh.value - fresh.rounding <= began.value + began.rounding)
             sure_K = surely_better(self.problem, self.cert, answer_NK, fresh, masked, columns)
             better_K = lower_K & sure_K & (fresh.value <= self.figures.value[local])
+            better_K |= sure_K & ~higher_K & self._proved(local, masked, began, fresh)
         self._replace(local, better_K, answer_NK, fresh)
         self.doubted[local] = lower_K & ~sure_K
         results.fell_back[local] = (results.fell_back[local] | first) & ~better_K & (higher_K | self.doubted[local])
         self.certified[local] |= better_K
+
+    def _proved(self, local: np.ndarray, masked: Figures, began: Figures, fresh: Figures) -> np.ndarray:
+        """(K,) whether answers to columns that still are their warm start are proved to be optimal to within its value's rounding.
+
+        Values that cannot be told apart say nothing of the certificates, which are sharper.
+        """
+        if self.start.audit is self.start.masked:  # where in doubt the masked weights stay
+            return np.zeros(len(local), dtype=bool)
+        below_K = fresh.value + fresh.rounding < masked.value - masked.rounding
+        return ~self.certified[local] & below_K & (fresh.gap_bound <= began.rounding)
 
     def certify_starts(self, tol: float) -> None:
         """Certify columns that still are their start, which was audited without a certificate."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import torch
 
 import qprecon
 from qprecon import Status
+from qprecon.contract import registry
+from qprecon.contract.options import option_names
 from tests.contract.arguments import MASK, H, W, given
 from tests.contract.families import FAMILIES
 
@@ -81,6 +85,7 @@ BAD = [
     ("option with auto", {"rank": 3}, ValueError, r"^option 'rank' goes with a named backend, not .*give backend='pcg'$"),
     ("option of mpax with auto", {"paper": True}, ValueError, r"^option 'paper' goes with a named .*give backend='mpax'$"),
     ("unknown option with auto", {"tolerance": 3}, ValueError, r"^unknown option 'tolerance'"),
+    ("argument in other words with auto", {"dampening": 0.1}, ValueError, r"^unknown option 'dampening'; did you mean 'damping'\?"),
     ("misspelt argument with auto", {"dampng": 0.1}, ValueError, r"^unknown option 'dampng'; did you mean 'damping'\?"),
     ("option in words", {"backend": "pcg", "rank": "8"}, ValueError, r"^backend 'pcg': rank must be a whole number or None, got"),
     ("half an iteration", {"backend": "pcg", "power_steps": 1.5}, ValueError, r"power_steps must be a whole number, got 1.5"),
@@ -199,3 +204,8 @@ def test_arrays_that_torch_does_not_know() -> None:
     for arrays in (flipped, {"H": swapped["H"]}):
         found = qprecon.solve(**problem | arrays | {"W": torch.as_tensor(problem["W"])}).weights
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_no_backends_own_option_is_taken_for_a_misspelt_argument():
+    owned = {name for record in registry.BUILT_IN for name in option_names(registry._kind(importlib.import_module(record.target)))}
+    assert owned and not [name for name in owned if difflib.get_close_matches(name, registry._COMMON, cutoff=registry._MISSPELT)]

@@ -136,3 +136,26 @@ def test_where_the_other_fails_admm_goes_on(monkeypatch):
 
 def test_a_named_admm_is_left_alone(short):
     assert not qprecon.solve(**_bounded(torch.float64), backend="admm", tol=1e-6).optimal.all()
+
+
+@pytest.mark.parametrize("seed", [0, 30, 31, 39, 46, 47])
+def test_a_finish_counts_where_values_cannot_be_told_apart(seed):
+    """Its certificates are sharper than pcg's, and both objectives are equal to within their rounding."""
+    rng, n, k = np.random.default_rng(seed), 64, 16
+    x = rng.standard_normal((500, n)) @ rng.standard_normal((n, n))
+    h, w, mask = x.T @ x, rng.standard_normal((n, k)), rng.random((n, k)) < 0.5
+    for tol in (1e-8, 1e-10):
+        assert qprecon.solve(h, w, mask, tol=tol).optimal.all()
+
+
+def test_a_warm_start_whose_certificate_is_too_weak_gives_way():
+    """However near its value is to the optimum's."""
+    rng, n, k = np.random.default_rng(0), 64, 16
+    x = rng.standard_normal((500, n)) @ rng.standard_normal((n, n))
+    h, w, mask = x.T @ x, rng.standard_normal((n, k)), rng.random((n, k)) < 0.5
+    best = qprecon.solve(h, w, mask, "cholesky")
+    for size in 10.0 ** -np.arange(3, 10):
+        warm = best.weights * (1 + size * rng.standard_normal((n, k)))
+        gap = qprecon.prepare(h).audit(w, mask, warm).relative_gap
+        solution = qprecon.solve(h, w, mask, "cholesky", warm_start=warm, tol=max(gap.max() / 10, 1e-15))
+        assert solution.optimal.all() and (solution.relative_gap <= gap).all()

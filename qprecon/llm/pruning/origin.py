@@ -16,6 +16,8 @@ from torch import nn
 from qprecon.contract.plugins import source_identity
 from qprecon.contract.registry import BUILT_IN
 from qprecon.contract.registry import find as find_backend
+from qprecon.errors import BadFileError
+from qprecon.files import read_json
 from qprecon.llm.calibration.mixture import as_mixture
 from qprecon.llm.calibration.windows import is_text
 from qprecon.llm.files.folders import local_copy, model_folder
@@ -36,7 +38,7 @@ from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.journal import Journal, digest
 from qprecon.llm.storage.other_ranks import FollowedBlocks, FollowedJournal, finished_entries
 from qprecon.llm.storage.output import EXPLAINED, claim_output, partial_folder
-from qprecon.llm.storage.replacing import check_apart, restore
+from qprecon.llm.storage.replacing import restore
 from qprecon.llm.storage.sources import DiskBlocks
 from qprecon.wording import counted
 
@@ -100,7 +102,6 @@ def find_model(model: Any, calibration: Any, tokenizer: Any, out: Any, dtype: An
 def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: Any, mask: str, log: RunLog) -> Found:
     if out is None:
         raise ValueError("a model given by name is pruned in a copy: say where to write it with out=")
-    check_apart(model, out)
     folder = model_folder(model)
     files = weight_files(folder)
     shards, left_over, why_not = None, [], None
@@ -128,7 +129,18 @@ def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: A
     own = tokenizer is None
     if own and text:
         tokenizer = load_tokenizer(folder, needed_by="the calibration text")
+    elif own:
+        _say_damaged(folder, log)
     return Found(frame, tokenizer, str(model), files, shards, tuple(left_over), dtype, own)
+
+
+def _say_damaged(folder: Path, log: RunLog) -> None:
+    """A note for each file of a tokenizer, which nothing here needs, that is no JSON."""
+    for path in sorted(folder.glob("*token*.json")):
+        try:
+            read_json(path)
+        except BadFileError as error:
+            log.note(f"{error}; it is in the output as it is")
 
 
 def _narrowed(model: nn.Module, shards: Shards | None, dtype: Any) -> str | None:

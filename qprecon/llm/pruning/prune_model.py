@@ -45,7 +45,7 @@ from qprecon.llm.settings.run import Run
 from qprecon.llm.storage.companions import Companions
 from qprecon.llm.storage.in_memory import MemoryBlocks, told_if_pruned_in_part
 from qprecon.llm.storage.output import Pack, check_output, check_writable, complete_folder, save_model
-from qprecon.llm.storage.replacing import check_kept, tidy
+from qprecon.llm.storage.replacing import check_apart, check_kept, tidy
 from qprecon.llm.storage.sources import DiskBlocks
 
 
@@ -189,6 +189,7 @@ def _opened(
     """Everything that can be refused is looked at here, before any calibration; the text before the weights."""
     out, device, store = where.out, where.device, where.store
     if out is not None:
+        check_apart(model, out)
         out = ranks.decided(lambda: check_output(where.out))
         _say_link(where.out, out, log)
         check_kept("mask_file", recipe.mask_options.get("masks"), out)

@@ -293,6 +293,8 @@ def test_a_model_by_path(tmp_path):
     report = prune(str(tmp_path / "dense"), tmp_path / "out")
     with pytest.raises(ValueError, match="the model's own folder"):
         prune(tmp_path / "out", tmp_path / "out" / ".." / "out")
+    with pytest.raises(ValueError, match="the model's own folder.*choose another$"):  # not to be emptied, whoever wrote it
+        prune(tmp_path / "dense", tmp_path / "dense")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert again.dtype == torch.bfloat16 and report.settings["model"] == str(tmp_path / "dense")
     assert (again.model.layers[0].mlp.up_proj.weight == 0).float().mean() == 0.5

@@ -237,6 +237,13 @@ def test_a_tokenizer_that_nothing_needs_is_not_read(furnished, tmp_path, monkeyp
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (furnished / "tokenizer.json").read_bytes()
 
 
+def test_a_damaged_tokenizer_that_nothing_needs_is_said(furnished, tmp_path):
+    (furnished / "tokenizer.json").write_text('{"oops"')
+    report = prune(furnished, tmp_path / "out")
+    assert [note for note in report.warnings if "tokenizer.json" in note and "as it is" in note]
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"oops"'
+
+
 def test_files_of_another_tokenizer_are_not_mixed(furnished, tmp_path):
     (furnished / "merges.txt").write_text("of the folder's tokenizer")
     other = toy_tokenizer(adds_bos=True)
