@@ -38,21 +38,6 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-# What tells the runs of whole models apart.
-_WHOLE = ("model", "gpu", "pattern", "mask", "update", "settings", "samples", "seqlen", "tol")
-
-
-def put_whole(path: str | pathlib.Path, run: dict[str, Any]) -> None:
-    """Add a run of a whole model to the list in a JSON file, in the place of an earlier one of this model, card and settings."""
-    path = pathlib.Path(path)
-    known = json.loads(path.read_text()) if path.is_file() else []
-    same = [all(old.get(name) == run.get(name) for name in _WHOLE) for old in known]
-    place = same.index(True) if any(same) else len(known)
-    known[place : place + 1] = [run]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1) + "\n")
-
-
 def append_run(path: str | pathlib.Path, run: dict[str, Any]) -> None:
     """Add a run to the list in a JSON file, which is made if there is none."""
     path = pathlib.Path(path)

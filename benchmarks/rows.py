@@ -51,6 +51,15 @@ class Results:
         os.replace(partial, self.path)
 
 
+# What tells the runs of whole models apart.
+_WHOLE = ("model", "gpu", "pattern", "mask", "update", "settings", "samples", "seqlen", "tol")
+
+
+def put_whole(path: str | Path, run: dict) -> None:
+    """Add a run of a whole model to the rows of a JSON file, in the place of an earlier one of this model, card and settings."""
+    Results(Path(path)).add(run, {name: run[name] for name in _WHOLE if name in run})
+
+
 def versions() -> dict:
     import transformers
 

@@ -11,7 +11,10 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown word: the nearest known one; `otherwise` where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", least: float = 0.6) -> str:
+    """The end of a message about an unknown word: the nearest known one; `otherwise` where none is near.
+
+    least: the similarity from which on a word is near, difflib's unless given; that of equal words is 1.
+    """
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=least)
     return f"; did you mean {near[0]!r}?" if near else otherwise

@@ -28,8 +28,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.inputs.random_models import SHAPES, random_model
-from benchmarks.machine import put_whole
 from benchmarks.models.end_to_end_probe import Probe, floor, measured_rates
+from benchmarks.rows import put_whole
 from qprecon.llm import PruneReport, prune_model
 from qprecon.llm.calibration.texts import load_texts
 from qprecon.llm.model.loading import choose_device

@@ -6,7 +6,6 @@ Third parties register theirs through the entry-point group ``qprecon.backends``
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.metadata
 import itertools
@@ -181,8 +180,8 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
     name = next(iter(options), None)
     if name is None:
         return
-    if near := difflib.get_close_matches(name, _COMMON, n=1, cutoff=_MISSPELT):  # told before libraries are imported for a look
-        raise ValueError(f"unknown option {name!r}; did you mean {near[0]!r}?")
+    if hint := did_you_mean(name, _COMMON, least=_MISSPELT):  # told before libraries are imported for a look
+        raise ValueError(f"unknown option {name!r}{hint}")
     owned = {record.name: option_names(_kind(importlib.import_module(record.target))) for record in BUILT_IN if record.installed}
     if owner := next((record for record, names in owned.items() if name in names), None):
         raise ValueError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import put_whole
+from benchmarks.rows import put_whole
 from benchmarks.tables import seconds
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

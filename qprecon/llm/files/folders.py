@@ -13,6 +13,11 @@ from qprecon.llm.files.weight_files import other_weights
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
+def tokenizer_json(folder: Path) -> list[Path]:
+    """The files of a tokenizer that should be JSON."""
+    return sorted(folder.glob("*token*.json"))
+
+
 def model_folder(model: str | Path) -> Path:
     """Where the files of a model are: the folder itself, or the local copy of a hub model, fetched if need be.
 

@@ -15,7 +15,7 @@ import torch
 from qprecon.arrays.memory import out_of_memory
 from qprecon.errors import BadFileError, one_line
 from qprecon.files import read_json
-from qprecon.llm.files.folders import check_tokenizer, has_tokenizer, model_folder
+from qprecon.llm.files.folders import check_tokenizer, has_tokenizer, model_folder, tokenizer_json
 from qprecon.llm.files.kinds import check_causal, check_experts_whole, check_kinds, check_left_over, config_facts, named_by_config
 from qprecon.llm.files.weight_files import check_contents, check_files, check_index, weight_files
 from qprecon.llm.model.dtypes import NARROW, as_dtype
@@ -170,7 +170,7 @@ def load_tokenizer(model: str | Path, needed_by: str | None = None) -> Any:
             return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (BadFileError, ImportError) as error:
         if needed_by is not None:
-            for path in sorted(folder.glob("*token*.json")):
+            for path in tokenizer_json(folder):
                 read_json(path)  # says so itself if it is the culprit
             raise
         warnings.warn(f"{one_line(error)}; so there is none", stacklevel=2)

@@ -20,7 +20,7 @@ from qprecon.errors import BadFileError
 from qprecon.files import read_json
 from qprecon.llm.calibration.mixture import as_mixture
 from qprecon.llm.calibration.windows import is_text
-from qprecon.llm.files.folders import local_copy, model_folder
+from qprecon.llm.files.folders import local_copy, model_folder, tokenizer_json
 from qprecon.llm.files.kinds import check_kinds, check_language_model
 from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.masks import SELECTORS, get_selector
@@ -136,7 +136,7 @@ def _in_folder(model: str | Path, text: bool, tokenizer: Any, out: Any, dtype: A
 
 def _say_damaged(folder: Path, log: RunLog) -> None:
     """A note for each file of a tokenizer, which nothing here needs, that is no JSON."""
-    for path in sorted(folder.glob("*token*.json")):
+    for path in tokenizer_json(folder):
         try:
             read_json(path)
         except BadFileError as error:
