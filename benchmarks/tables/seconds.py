@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.pages import RESULTS, load, table
+from benchmarks.pages import load, table
 
 PAPER = (  # as published, in its abstract
     ["OPTIMA's paper, 8 B parameters, one H100", "rAPDHG, tolerance 1e-2", "40 h", "", "60 GB", "–"],
@@ -266,22 +266,22 @@ def few_tokens() -> str:
 
 def gram_rows() -> str:
     """What Gram products of 16-bit rows lose on tensor cores, by their length; what a whole sum takes."""
-    if not (RESULTS / "gram_rows.json").exists():
-        return "Not measured yet in this form: 412 units at 8192 rows and 75 to 90 at 2048 were seen on an H200 and an H100."
     found = load("gram_rows")
-    rows = {(row["n"], row["kind"], row["rows"]): row for row in found["rows"]}
-    lengths = sorted({length for _, _, length in rows})
+    rows = {(row["n"], row["kind"], row["rows"]): row for row in found["rows"] if row["n"] >= 1024}
+    lengths = list(dict.fromkeys(length for _, _, length in rows))
     kinds = {
         "mean": "a mean", "no mean": "no mean",
         "massive tokens": "large tokens in some inputs", "first token": "a large first token",
+        "massive first token": "a first token that is huge in some inputs",
     }  # fmt: skip
 
     def lost(n: int, kind: str) -> list[str]:
         return [f"{row['off']:.0f} / {row['rest']:.0f}" for row in (rows[n, kind, length] for length in lengths)]
 
     body = [[f"{n} inputs, {kinds[kind]}", *lost(n, kind)] for n, kind in dict.fromkeys((n, kind) for n, kind, _ in rows)]
-    for n in sorted({n for n, _, _ in rows if n >= 1024}):
+    for n in sorted({n for n, _, _ in rows}):
         body.append([f"{n} inputs, milliseconds", *(f"{rows[n, 'mean', length]['ms']:.2f}" for length in lengths)])
     note = "Largest error in units of 2⁻²⁴ √(H_ii H_jj) / what is left of it beyond θ; milliseconds of 8192 tokens. "
     note += f"{found['card']}, torch {found['torch']}, {found['date']} (`benchmarks/layers/gram_rows.py`)."
-    return table(["rows a product", *map(str, lengths)], body) + f"\n\n{note}"
+    head = ["rows a product, in the order of the text", *(str(length or "`qprecon.data.sums`") for length in lengths)]
+    return table(head, body) + f"\n\n{note}"
