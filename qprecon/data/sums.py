@@ -63,9 +63,12 @@ def _pieces(x_TN: Array, n_inputs: int) -> list[Array]:
     """The rows that each product of 16 bits takes, the longest last; none where many short products are made at once."""
     if n_inputs <= _SMALL and len(x_TN) > _SHORT:
         return []
-    linalg, float32 = namespace(x_TN).linalg, namespace(x_TN).float32
-    pieces = [x_TN[rows] for rows in panels(len(x_TN), _LONGEST)]
-    return [rows_TN[linalg.vector_norm(rows_TN, dim=1, dtype=float32).argsort(stable=True)] for rows_TN in pieces]
+    torch, even = namespace(x_TN), len(x_TN) // _LONGEST * _LONGEST
+    norm_T = torch.linalg.vector_norm(x_TN, dim=1, dtype=torch.float32)
+    firsts = torch.arange(0, even, _LONGEST, device=x_TN.device)[:, None]
+    whole = norm_T[:even].view(-1, _LONGEST).argsort(dim=1, stable=True) + firsts  # all at once
+    order_T = torch.cat([whole.flatten(), norm_T[even:].argsort(stable=True) + even])
+    return list(x_TN.index_select(0, order_T).split(_LONGEST))
 
 
 def add_cross(sum_NK: Array, x_TN: Array, y_TK: Array) -> None:

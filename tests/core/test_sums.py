@@ -81,6 +81,16 @@ def test_the_arithmetic_loses_what_was_measured(kind, rows_of_one, off):
     assert units_off(on_tensor_cores(x_TN), x_TN)[0] == pytest.approx(off, rel=0.06)
 
 
+@pytest.mark.parametrize("count", [1, 100, 4096, 8192, 10000])
+def test_each_piece_has_its_own_rows_the_longest_last(count):
+    x_TN = torch.randn(count, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pieces = sums._pieces(x_TN, sums._SMALL + 1)
+    for piece_TN, own_TN in zip(pieces, x_TN.split(sums._LONGEST), strict=True):
+        norm_T = piece_TN.float().norm(dim=1)
+        assert (norm_T[1:] >= norm_T[:-1] - 1e-6).all()
+        assert torch.equal(piece_TN.unique(dim=0), own_TN.unique(dim=0)) and piece_TN.shape == own_TN.shape
+
+
 @pytest.mark.parametrize("count, lengths", [(100, [100]), (4096, [4096]), (10000, [4096, 4096, 1808])])
 def test_no_product_of_sixteen_bits_is_longer(monkeypatch, count, lengths):
     """As on a GPU, with the products themselves in float32."""
