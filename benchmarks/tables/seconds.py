@@ -37,7 +37,8 @@ def _cards(rows: list[dict[str, Any]]) -> str:
         ran.setdefault(row["gpu"], []).append(row)
     first, *others = sorted(ran.items(), key=lambda item: -len(item[1]))
     told = [f"one {first[0]}, {max(row['date'] for row in first[1])[:10]}"]
-    told += [f"{', '.join(r['model'] for r in runs)} on one {gpu}, {max(r['date'] for r in runs)[:10]}" for gpu, runs in others]
+    names = lambda runs: ", ".join(r["model"].removesuffix(", random weights") for r in runs)  # noqa: E731
+    told += [f"{names(runs)} on one {gpu}, {max(r['date'] for r in runs)[:10]}" for gpu, runs in others]
     return "; ".join(told)
 
 
@@ -94,21 +95,25 @@ def starts() -> str:
 
 def costs() -> str:
     """What the presets take on a large shape: whole models first, each beside `fast` of the same model and card."""
-    runs = sorted(load("end_to_end_presets_h200"), key=lambda run: " blocks)" in run["model"])
+    rank = ("fast", "balanced", "best").index
+    by = lambda run: (" blocks)" in run["model"], "fused_norms" in run["settings"], rank(run["settings"]["preset"]))  # noqa: E731
+    runs, took = sorted(load("end_to_end_presets_h200"), key=by), "seconds_beside_io"
 
     def over_fast(run: dict[str, Any]) -> str:
-        same = [each for each in runs if (each["model"], each["gpu"]) == (run["model"], run["gpu"])]
-        fast = next((each for each in same if each["settings"] == {"preset": "fast"}), None)
-        return f"{run['seconds_beside_io'] / fast['seconds_beside_io']:.2f}" if fast else "–"
+        """Of runs on one day, which differ in preset and quantize only."""
+        wanted = {name: value for name, value in run["settings"].items() if name != "quantize"} | {"preset": "fast"}
+        same = [each for each in runs if all(each[key] == run[key] for key in ("model", "gpu")) and each["settings"] == wanted]
+        return next((f"{run[took] / each[took]:.2f}" for each in same if each["date"][:10] == run["date"][:10]), "–")
 
     body = [
-        [run["model"].replace(", random weights", ""), _settings(run), f"{run['seconds_beside_io']:.1f} s",
+        [run["model"].replace(", random weights", ""), _settings(run), f"{run[took]:.1f} s",
          over_fast(run), f"{run['seconds'].get('gradients', 0.0):.1f} s",
          f"{run['peak_gpu_gb']:.1f} GB", str(run["uncertified_columns"])]
         for run in runs
     ]  # fmt: skip
     run = runs[0]
     note = f"Random weights, {run['samples']} × {run['seqlen']} tokens, {run['pattern']}, beside the disk. On {_cards(runs)}."
+    note += " – the runs are of different days."
     head = ["model", "settings", "time", "over `fast`", "of it gradients", "memory of the GPU", "columns not certified"]
     return table(head, body) + "\n\n" + note
 

@@ -96,11 +96,18 @@ def prune_blocks(
                 with log.phase("propagate"):
                     if index < plan.last:
                         with_room(statistics, log.note, block.name, partial(statistics.advance, module, index))
+                        _let_finish(source.device)
             if index < source.finished:
                 statistics.pass_finished(source, index)
     if refinement is not None:
         log.note(refinement.described())
     return rows, statistics.store
+
+
+def _let_finish(device: torch.device) -> None:
+    """What was started counts for this phase: the next block's first look at its weights would wait for it anyway."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _statistics(
