@@ -1,5 +1,6 @@
 """The HTML page: complete, self-contained, escaped, and readable at both widths in a real browser."""
 
+import functools
 import html
 import json
 import re
@@ -8,6 +9,8 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import jinja2
+import pydantic
 import pytest
 
 from qprecon import cli
@@ -149,7 +152,21 @@ def replaced(data, path, value):
     return data
 
 
-def test_no_field_of_a_report_gets_into_the_page_as_markup(folders, tmp_path):
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """Templates and readers of JSON, which each page makes anew: a test that writes hundreds of pages makes them once."""
+    made, own = [], jinja2.Environment
+
+    def environment(**given):
+        if not made:
+            made.append(own(**given))
+        return made[0]
+
+    monkeypatch.setattr(jinja2, "Environment", environment)
+    monkeypatch.setattr(pydantic, "TypeAdapter", functools.cache(pydantic.TypeAdapter))
+
+
+def test_no_field_of_a_report_gets_into_the_page_as_markup(folders, tmp_path, compiled_once):
     """Each is shown as text, or refused by name where it ought to be a number."""
     hostile = "</title><script>alert(1)</script>'\""
     files = {name: json.loads((folders[0] / name).read_text()) for name in (output.REPORT_NAME, assessment.EVALUATION_NAME)}
@@ -250,7 +267,7 @@ def test_a_recovered_model_beside_pruned_ones(folders, recovered, tmp_path):
     assert Checker(write_page([folders[0], recovered], tmp_path / "two.html").read_text()).tags.count("h2") == 3
 
 
-def test_no_field_of_a_recovery_gets_into_the_page_as_markup(recovered, tmp_path):
+def test_no_field_of_a_recovery_gets_into_the_page_as_markup(recovered, tmp_path, compiled_once):
     hostile, shown = "</title><script>alert(1)</script>'\"", 0
     data = json.loads((recovered / runs.RECOVERY_NAME).read_text())
     data |= {"losses": data["losses"][:2], "held_out": data["held_out"][:2], "warnings": ["a"]}

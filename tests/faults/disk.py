@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ _NUMBERS = {"qprecon_eval.json", "report.html", "qprecon_recovery.json"}  # of a
 class Case:
     """A command that writes below `folder`, and what it gives where there is room.
 
-    before: what lies there as it starts. right: what it writes, file -> hash.
+    before: what lies there as it starts. right: what it writes, file -> hash. changes: how many operations of it take room.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case:
     folder: Path
     before: Path
     right: dict[str, str]
+    changes: int
 
     @property
     def out(self) -> Path:
@@ -50,12 +52,16 @@ def make_cases(server: Server, models: Models, folder: Path) -> list[Case]:
         if prepare is not None:
             prepare(own)
         shutil.copytree(own, before, symlinks=True)
-        if (ended := server.run(command(own))).code != 0:
+        changes = own.parent / "changes"
+        if (ended := server.run(command(own), {**_at_change(own, 0), "told": str(changes)})).code != 0:
             raise RuntimeError(f"{name}: a run without any fault failed: {ended.err[-1000:]}")
-        cases.append(Case(name, command(own), own, before, _lasting(own)))
+        cases.append(Case(name, command(own), own, before, _lasting(own), int(changes.read_text())))
+
+    earlier = folder / "earlier"
+    server.run(models.prune("llama", earlier, "--sparsity", "0.7", "--update", "none"))
 
     def pruned(own: Path) -> None:
-        server.run(models.prune("llama", own / "out", "--sparsity", "0.7", "--update", "none"))
+        shutil.copytree(earlier, own / "out")
 
     recover = ["--calib", str(models.text), "--nsamples", "8", "--seqlen", "16", "--device", "cpu", "--save-steps", "1"]
     for kind in ("llama", "llama-pickled"):
@@ -84,16 +90,16 @@ def full_disk(server: Server, models: Models, folder: Path, tally: Tally, step: 
     """Every case, with each fault in turn (or each `step`-th)."""
     for case in make_cases(server, models, folder):
         if only in case.name:
-            for fault in list(_faults(server, case))[::step]:
+            for fault in list(_faults(case))[::step]:
                 _check(server, case, fault, tally)
 
 
-def _faults(server: Server, case: Case) -> Iterator[dict]:
-    changes = case.folder.parent / "changes"
-    fault = {"kind": "at_change", "at": 0, "below": str(case.folder), "do": "full", "told": str(changes)}
-    _prepare(case)
-    server.run(case.command, fault)
-    yield from ({**fault, "at": at} for at in range(1, int(changes.read_text()) + 1))
+def _at_change(folder: Path, at: int) -> dict[str, Any]:
+    return {"kind": "at_change", "at": at, "below": str(folder), "do": "full"}
+
+
+def _faults(case: Case) -> Iterator[dict[str, Any]]:
+    yield from (_at_change(case.folder, at) for at in range(1, case.changes + 1))
     sizes = sorted({path.stat().st_size for path in case.folder.rglob("*") if path.is_file()})
     yield from ({"kind": "file_limit", "bytes": limit} for size in sizes for limit in (size // 2, size - 1))
     used = sum(-(-path.stat().st_size // 4096) * 4096 for path in case.before.rglob("*") if path.is_file())

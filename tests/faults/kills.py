@@ -37,10 +37,21 @@ class Reference:
     earlier: Path
 
 
-def reference(server: Server, models: Models, model: str, folder: Path, *more: str) -> Reference:
-    """Run it, once for an earlier output and three times as it will be disturbed."""
+Known = dict[str, Reference]  # by model: what several parts of one process share
+
+
+def reference(server: Server, models: Models, model: str, folder: Path, known: Known | None = None) -> Reference:
+    """Run it below the folder, once for an earlier output and three times as it will be disturbed; or that of `known`."""
+    if known is None:
+        return _undisturbed(server, models, model, folder)
+    if model not in known:
+        known[model] = _undisturbed(server, models, model, folder)
+    return known[model]
+
+
+def _undisturbed(server: Server, models: Models, model: str, folder: Path) -> Reference:
     out, earlier = folder / "out", folder / "earlier"
-    command = models.prune(model, out, *more)
+    command = models.prune(model, out)
     _well(server.run(models.prune(model, out, *_EARLIER)))
     shutil.copytree(out, earlier)
     before = contents(earlier)
@@ -54,13 +65,16 @@ def _well(ended: Ended) -> Ended:
     return ended
 
 
-def kills(server: Server, models: Models, folder: Path, count: int, tally: Tally, kinds=("llama", "moe", "opt")) -> None:
+def kills(
+    server: Server, models: Models, folder: Path, count: int, tally: Tally, kinds=("llama", "moe", "opt"),
+    known: Known | None = None,
+) -> None:  # fmt: skip
     """`count` runs killed at random moments: of each kind of model, read block by block and as a whole."""
     names = [name for kind in kinds for name in (kind, f"{kind}-pickled")]
-    known = {name: reference(server, models, name, folder / name) for name in names}
+    runs = {name: reference(server, models, name, folder / name, known) for name in names}
     for number in range(count):
         random = tally.random(number)
-        run, how = known[names[number % len(names)]], HOW[number // len(names) % len(HOW)]
+        run, how = runs[names[number % len(names)]], HOW[number // len(names) % len(HOW)]
         prepared = _prepare(run, there=random.random() < 0.5)
         case = f"{number}: {how} of {run.model} with {prepared} there"
         moment, gap = random.uniform(0, run.seconds), random.uniform(0, 0.03)
@@ -73,10 +87,13 @@ def kills(server: Server, models: Models, folder: Path, count: int, tally: Tally
         check_killed(server, run, running.ended(), how, f"{case} after {moment:.3f} s", prepared, tally)
 
 
-def kills_at_changes(server: Server, models: Models, folder: Path, tally: Tally, kinds=("llama", "llama-pickled"), step=1) -> None:
+def kills_at_changes(
+    server: Server, models: Models, folder: Path, tally: Tally, kinds=("llama", "llama-pickled"), step=1,
+    known: Known | None = None,
+) -> None:  # fmt: skip
     """A run killed at each of the changes that it makes to files, in turn (or at each `step`-th)."""
     for kind in kinds:
-        run = reference(server, models, kind, folder / f"changes-{kind}")
+        run = reference(server, models, kind, folder / f"changes-{kind}", known)
         for prepared in ("nothing", "an earlier output"):
             there, changes = prepared != "nothing", folder / "changes"
             _prepare(run, there)
@@ -175,9 +192,9 @@ def processes(models: Models, server: Server, folder: Path, numbers: Iterable[in
         check_killed(server, run, ended, how, f"process {number}: {how} after {moment:.3f} s", prepared, tally)
 
 
-def late(models: Models, server: Server, folder: Path, count: int, tally: Tally) -> None:
+def late(models: Models, server: Server, folder: Path, count: int, tally: Tally, known: Known | None = None) -> None:
     """Processes that are told to end when they have said their last word and Python is about to end."""
-    run = reference(server, models, "llama", folder / "late")
+    run = reference(server, models, "llama", folder / "late", known)
     for number in range(count):
         random, how = tally.random(2 * 10**6 + number), HOW[1 + number % 2]
         prepared = _prepare(run, there=number % 4 > 1)
@@ -218,11 +235,11 @@ sys.exit(cli.main())
 """
 
 
-def two_at_once(server: Server, models: Models, folder: Path, count: int, tally: Tally) -> None:
+def two_at_once(server: Server, models: Models, folder: Path, count: int, tally: Tally, known: Known | None = None) -> None:
     """Two runs on one output, the second some moments after the first: one at least ends well, and the output is right."""
-    known = [reference(server, models, name, folder / f"two-{name}") for name in ("llama", "llama-pickled")]
+    runs = [reference(server, models, name, folder / f"two-{name}", known) for name in ("llama", "llama-pickled")]
     for number in range(count):
-        random, run = tally.random(number), known[number % 2]
+        random, run = tally.random(number), runs[number % 2]
         prepared = _prepare(run, there=random.random() < 0.5)
         case = f"{number}: two of {run.model} with {prepared} there"
         first = server.start(run.command)

@@ -12,6 +12,7 @@ child that a signal ended has minus its number.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -55,6 +56,8 @@ def _load() -> None:
         sys.stdout = stdout
     if (threads := threading.enumerate()) != [threading.main_thread()]:
         raise SystemExit(f"threads are left: {threads}")
+    gc.collect()
+    gc.freeze()  # or a child's collector would touch, and so copy, all that it shares with this process
 
 
 def _start(job: dict[str, Any]) -> dict[str, int]:

@@ -3,10 +3,12 @@
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from . import memory
 from .damage import damaged_files
 from .disk import full_disk
 from .kills import kills, kills_at_changes, late, two_at_once
@@ -29,6 +31,12 @@ def server():
         yield started
 
 
+@pytest.fixture(scope="module")
+def known():
+    """Runs that nobody disturbs, made by the first test that needs them."""
+    return {}
+
+
 @pytest.fixture
 def tally(request):
     found = Tally(request.node.name, seed=1)
@@ -36,23 +44,23 @@ def tally(request):
     assert not found.faults, found.faults
 
 
-def test_killed_at_random_moments(server, models, tmp_path, tally):
-    kills(server, models, tmp_path, 4, tally, kinds=("llama",))
+def test_killed_at_random_moments(server, models, known, tmp_path, tally):
+    kills(server, models, tmp_path, 4, tally, kinds=("llama",), known=known)
     assert tally.counts["the same bits after all"] == 4
 
 
-def test_told_to_end_after_the_last_word(server, models, tmp_path, tally):
-    late(models, server, tmp_path, 2, tally)
+def test_told_to_end_after_the_last_word(server, models, known, tmp_path, tally):
+    late(models, server, tmp_path, 2, tally, known)
     assert tally.counts["the same bits after all"] == 2
 
 
-def test_killed_at_changes_of_files(server, models, tmp_path, tally):
-    kills_at_changes(server, models, tmp_path, tally, step=31)
+def test_killed_at_changes_of_files(server, models, known, tmp_path, tally):
+    kills_at_changes(server, models, tmp_path, tally, step=31, known=known)
     assert tally.counts["blocks taken over by the next run"] > 0
 
 
-def test_two_on_one_output(server, models, tmp_path, tally):
-    two_at_once(server, models, tmp_path, 2, tally)
+def test_two_on_one_output(server, models, known, tmp_path, tally):
+    two_at_once(server, models, tmp_path, 2, tally, known)
     assert tally.counts["pairs"] == 2
 
 
@@ -80,11 +88,12 @@ def test_out_of_memory_without_a_fork(models, tmp_path, tally, monkeypatch):
     assert tally.counts["one line"] + tally.counts["finished all the same"] == 4
 
 
-def test_out_of_memory_side_by_side(models, tmp_path, tally, capsys):
+def test_out_of_memory_side_by_side(models, tmp_path, tally, capsys, monkeypatch):
     """In processes of their own, with a number each, which may be any; past the time none is made and the first is named."""
     after = side_by_side(models, tmp_path / "some", [28, 29, 31], tally, "cpu", ("llama",), processes=2, each=2)
     assert after == 34 and tally.counts["runs"] == 5 and "run 31" in capsys.readouterr().out
     assert tally.counts["one of the first allocations of llama, each in turn"] == 2
+    monkeypatch.setattr(memory, "ProcessPoolExecutor", lambda count, context, **given: ThreadPoolExecutor(count, **given))
     assert side_by_side(models, tmp_path / "none", [5, 6], tally, "cpu", ("llama",), processes=1, seconds=0) == 5
     assert tally.counts["runs"] == 5
 
