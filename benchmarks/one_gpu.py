@@ -2,7 +2,7 @@
 
     python benchmarks/one_gpu.py --models FOLDER --data FOLDER --out FOLDER [--steps whole,low_bit] [--seconds 900]
 
---models holds folders by the names smollm2, gemma3 and qwen, those that there are; --data holds text/ and tasks/. Every step is a
+--models holds folders by the names smollm2 and gemma3, those that there are; --data holds text/ and tasks/. Every step is a
 command of its own, with a log of its own in --out, a limit, and its results as JSON in --out/results, which begins as a copy of
 benchmarks/results. A step that fails or takes too long stops no other. `--list` prints the commands.
 """
