@@ -59,8 +59,8 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
         Step("gram", 60, ("benchmarks/layers/gram_rows.py", "--out", f"{results}/gram_rows.json")),
         whole("whole", "fast", 150), whole("whole_balanced", "balanced", 240),
         whole("eight", "fast", 90, *eight), whole("eight_int4", "fast", 120, *eight, "--setting", "quantize=int4"),
-        whole("eight_norms", "fast", 90, *eight, "--setting", "fused_norms=true"),
-        whole("eight_balanced", "balanced", 120, *eight), whole("eight_best", "best", 150, *eight),
+        whole("eight_norms", "fast", 90, *eight, "--setting", "fused_norms=false"),
+        whole("eight_balanced", "balanced", 120, *eight), whole("eight_best", "best", 150, *eight, "--mask", "alps"),
         small("SmolLM2-135M", "smollm2"), small("Gemma-3-270M", "gemma3"),
         Step("tests", 400, ("-m", "pytest", "-v", "-m", "gpu", "tests", "--ignore", "tests/llm/ranks"), lane="tests"),
         Step("faults", 200, (

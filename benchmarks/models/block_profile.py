@@ -159,6 +159,7 @@ def tables(seen: Any) -> dict[str, Any]:
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     calls = {e["args"]["correlation"]: e for e in events if str(e.get("cat")).startswith("cuda_") and "correlation" in e["args"]}
     part_of, parts = _innermost(spans), collections.defaultdict(lambda: {"gpu_ms": 0.0, "host_ms": 0.0, "launches": 0, "waits": 0})
+    inside = collections.defaultdict(list[tuple[str, float]])  # part -> its kernels
     by_kernel, counts = collections.Counter[str](), collections.Counter[str]()
     for kernel in kernels or [e for e in events if e.get("cat") == "cpu_op"]:
         call = calls.get(kernel.get("args", {}).get("correlation"), kernel)
@@ -168,13 +169,25 @@ def tables(seen: Any) -> dict[str, Any]:
         name = kernel["name"].replace("void ", "").replace("at::native::", "")[:90]
         by_kernel[name] += 1e-3 * kernel["dur"]
         counts[name] += 1
+        inside[part_of(call["ts"])].append((name, 1e-3 * kernel["dur"]))
     for call in calls.values():
         parts[part_of(call["ts"])]["waits"] += "ynchronize" in call["name"]
     for name, host in _exclusive(spans).items():
         parts[name]["host_ms"] = 1e-3 * host
+    for name, part in parts.items():
+        part["kernels"] = _largest(inside[name])
     busy, idle = _busy(kernels)
     top = [{"kernel": name, "ms": ms, "launches": counts[name]} for name, ms in by_kernel.most_common(40)]
     return {"busy_ms": busy, "idle_ms": idle, "parts": dict(parts), "top": top}
+
+
+def _largest(kernels: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """The five kernels that take most of a part: milliseconds, launches, and the longest launch."""
+    ms = collections.defaultdict(list[float])
+    for name, each in kernels:
+        ms[name].append(each)
+    first = sorted(ms.items(), key=lambda item: -sum(item[1]))[:5]
+    return [{"kernel": name, "ms": sum(each), "launches": len(each), "longest_ms": max(each)} for name, each in first]
 
 
 def _innermost(spans: list[tuple[float, float, str]]) -> Callable[[float], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.pages import RESULTS, load, table
+from benchmarks.pages import load, table
 
 PAPER = (  # as published, in its abstract
     ["OPTIMA's paper, 8 B parameters, one H100", "rAPDHG, tolerance 1e-2", "40 h", "", "60 GB", "–"],
@@ -37,7 +37,8 @@ def _cards(rows: list[dict[str, Any]]) -> str:
         ran.setdefault(row["gpu"], []).append(row)
     first, *others = sorted(ran.items(), key=lambda item: -len(item[1]))
     told = [f"one {first[0]}, {max(row['date'] for row in first[1])[:10]}"]
-    told += [f"{', '.join(r['model'] for r in runs)} on one {gpu}, {max(r['date'] for r in runs)[:10]}" for gpu, runs in others]
+    names = lambda runs: ", ".join(r["model"].removesuffix(", random weights") for r in runs)  # noqa: E731
+    told += [f"{names(runs)} on one {gpu}, {max(r['date'] for r in runs)[:10]}" for gpu, runs in others]
     return "; ".join(told)
 
 
@@ -94,21 +95,25 @@ def starts() -> str:
 
 def costs() -> str:
     """What the presets take on a large shape: whole models first, each beside `fast` of the same model and card."""
-    runs = sorted(load("end_to_end_presets_h200"), key=lambda run: " blocks)" in run["model"])
+    rank = ("fast", "balanced", "best").index
+    by = lambda run: (" blocks)" in run["model"], "fused_norms" in run["settings"], rank(run["settings"]["preset"]))  # noqa: E731
+    runs, took = sorted(load("end_to_end_presets_h200"), key=by), "seconds_beside_io"
 
     def over_fast(run: dict[str, Any]) -> str:
-        same = [each for each in runs if (each["model"], each["gpu"]) == (run["model"], run["gpu"])]
-        fast = next((each for each in same if each["settings"] == {"preset": "fast"}), None)
-        return f"{run['seconds_beside_io'] / fast['seconds_beside_io']:.2f}" if fast else "–"
+        """Of runs on one day, which differ in preset and quantize only."""
+        wanted = {name: value for name, value in run["settings"].items() if name != "quantize"} | {"preset": "fast"}
+        same = [each for each in runs if all(each[key] == run[key] for key in ("model", "gpu")) and each["settings"] == wanted]
+        return next((f"{run[took] / each[took]:.2f}" for each in same if each["date"][:10] == run["date"][:10]), "–")
 
     body = [
-        [run["model"].replace(", random weights", ""), _settings(run), f"{run['seconds_beside_io']:.1f} s",
+        [run["model"].replace(", random weights", ""), _settings(run), f"{run[took]:.1f} s",
          over_fast(run), f"{run['seconds'].get('gradients', 0.0):.1f} s",
          f"{run['peak_gpu_gb']:.1f} GB", str(run["uncertified_columns"])]
         for run in runs
     ]  # fmt: skip
     run = runs[0]
     note = f"Random weights, {run['samples']} × {run['seqlen']} tokens, {run['pattern']}, beside the disk. On {_cards(runs)}."
+    note += " – the runs are of different days."
     head = ["model", "settings", "time", "over `fast`", "of it gradients", "memory of the GPU", "columns not certified"]
     return table(head, body) + "\n\n" + note
 
@@ -266,22 +271,22 @@ def few_tokens() -> str:
 
 def gram_rows() -> str:
     """What Gram products of 16-bit rows lose on tensor cores, by their length; what a whole sum takes."""
-    if not (RESULTS / "gram_rows.json").exists():
-        return "Not measured yet in this form: 412 units at 8192 rows and 75 to 90 at 2048 were seen on an H200 and an H100."
     found = load("gram_rows")
-    rows = {(row["n"], row["kind"], row["rows"]): row for row in found["rows"]}
-    lengths = sorted({length for _, _, length in rows})
+    rows = {(row["n"], row["kind"], row["rows"]): row for row in found["rows"] if row["n"] >= 1024}
+    lengths = list(dict.fromkeys(length for _, _, length in rows))
     kinds = {
         "mean": "a mean", "no mean": "no mean",
         "massive tokens": "large tokens in some inputs", "first token": "a large first token",
+        "massive first token": "a first token that is huge in some inputs",
     }  # fmt: skip
 
     def lost(n: int, kind: str) -> list[str]:
         return [f"{row['off']:.0f} / {row['rest']:.0f}" for row in (rows[n, kind, length] for length in lengths)]
 
     body = [[f"{n} inputs, {kinds[kind]}", *lost(n, kind)] for n, kind in dict.fromkeys((n, kind) for n, kind, _ in rows)]
-    for n in sorted({n for n, _, _ in rows if n >= 1024}):
+    for n in sorted({n for n, _, _ in rows}):
         body.append([f"{n} inputs, milliseconds", *(f"{rows[n, 'mean', length]['ms']:.2f}" for length in lengths)])
     note = "Largest error in units of 2⁻²⁴ √(H_ii H_jj) / what is left of it beyond θ; milliseconds of 8192 tokens. "
     note += f"{found['card']}, torch {found['torch']}, {found['date']} (`benchmarks/layers/gram_rows.py`)."
-    return table(["rows a product", *map(str, lengths)], body) + f"\n\n{note}"
+    head = ["rows a product, in the order of the text", *(str(length or "`qprecon.data.sums`") for length in lengths)]
+    return table(head, body) + f"\n\n{note}"

@@ -108,32 +108,6 @@ def layers() -> str:
     return table(head, body) + f"\n\n{note} {found['about']['gpu']}, {found['about']['date']}."
 
 
-def calls() -> str:
-    """The calls of pcg and their audits in the second block of the 8B shape, as they were before few columns went on alone."""
-    found = load("block_calls")
-    blocks: list[list[dict[str, Any]]] = []
-    for call in found["second"]["calls"]:
-        if call["inputs"] == 4096 and call["columns"] == 6144:
-            blocks.append([])
-        if blocks:
-            blocks[-1].append(call)
-    body = [
-        [
-            f"{call['inputs']} x {call['columns']}", "full" if call["product"] == "Full" else "pieces", str(call["iterations"]),
-            f"{call['ms']:.0f}", f"{call['audit_ms']:.0f}" if "audit_ms" in call else "", str(call.get("failing", "")),
-        ]
-        for call in blocks[1]
-    ]  # fmt: skip
-    about = found["about"]
-    compiling = sum(found["first"]["seconds"][name] - found["second"]["seconds"][name] for name in ("load", "solve", "audit"))
-    note = (
-        f"Milliseconds, the device waited for at the ends of each call. {about['gpu']}, {about['date']}. On a fresh machine the "
-        f"first run took {compiling:.1f} s longer than the second, for which nothing was to be started or compiled."
-    )
-    head = ["inputs x columns", "product", "iterations", "the iterations", "audit", "above the tolerance"]
-    return table(head, body) + f"\n\n{note}"
-
-
 def launches() -> str:
     """Fewer launches from the host, before and after in one run each."""
     found = load("layer_launches")
@@ -147,3 +121,36 @@ def launches() -> str:
     about = found["about"]
     note = f"Milliseconds of a whole call, median of eleven. {about['gpu']}, torch {about['torch']}, {about['date']}."
     return table(["layer", "launches before", "after", "whole call before", "after"], body) + f"\n\n{note}"
+
+
+WHOLE: tuple[tuple[str, str, str | None, str], ...] = (
+    ("Gemma-3-270M: attention meets two shapes, not five, its tokenizer is copied", "Gemma-3-270M", None, "3.9 s less"),
+    ("SmolLM2-135M, in the same state; nothing was to change much", "SmolLM2-135M", None, "–"),
+    ("8 blocks, `fast`: RMS norms as one operation. Forward passes", "norms", "forward", "0.5 s less"),
+    ("8 blocks, `balanced`: fewer passes of the dense stream, reads ahead, norms", "balanced", None, "4.9 s less, norms aside"),
+    ("its forward passes", "balanced", "forward", "1.9 s less, norms aside"),
+    ("its gradients", "balanced", "gradients", "0.9 s less"),
+    ("its masks", "balanced", "mask", "1.1 s less"),
+    ("its waiting for reads", "balanced", "read", "1 s less"),
+    ("8 blocks, `fast`: sums are not asked whether they are Gram matrices. What no other part has", "sums", "update", "0.2 s less"),
+    ("massive rows last in each product. Gram products", "sums", "gram", "0.1 s more"),
+)  # fmt: skip
+"""A row: what changed, the runs of ``whole_before_after.json``, the part of their seconds (None: all beside the disk), and what was
+predicted."""
+
+
+def whole() -> str:
+    """Seconds of whole models before and after a change, and what was predicted."""
+    found = load("whole_before_after")
+
+    def seconds(run: dict[str, Any], part: str | None) -> str:
+        return f"{run['seconds'].get(part, 0.0) if part else run['seconds_beside_io']:.1f} s"
+
+    body = []
+    for what, name, part, guess in WHOLE:
+        body.append([what, seconds(found[name]["before"], part), guess, seconds(found[name]["after"], part)])
+    memory = [f"{found['balanced'][when]['peak_gpu_gb']:.1f} GB" for when in ("before", "after")]
+    body.append(["memory of `balanced`", memory[0], "12.3 GB", memory[1]])
+    cards = {run["gpu"] for pair in found.values() for run in pair.values()}
+    days = sorted({run["date"][:10] for pair in found.values() for run in pair.values()})
+    return table(["what changed", "before", "predicted", "after"], body) + f"\n\nEach on one {', '.join(cards)}; {', '.join(days)}."

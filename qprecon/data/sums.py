@@ -17,7 +17,8 @@ HOST_PANELS, HOST_PANELS_FROM = 8, 256
 rows, with sixteen panels 55 to 66 %, one thread of AMD EPYC."""
 _MIRRORED = 1024  # rows of the triangle that are turned at a time
 _LONGEST = 4096
-"""Rows of 16 bits that one product sums at most. Tensor cores cut off where they add: see ``qprecon.problem.hessian.ENTRY``."""
+"""Rows of 16 bits that one product sums at most, the largest last. Tensor cores cut off where they add, by the size of the sum so
+far: see ``qprecon.problem.hessian.ENTRY``."""
 _SHORT, _SMALL = 1024, 1024
 """The same for so few inputs, which other kernels multiply: a product of 5000 rows was 2e-5 too small (an H200). With more inputs
 the sums of so short parts would take as long as the products."""
@@ -37,24 +38,37 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
         return
     torch, wide = namespace(sum_NN), is_wide(x_TN, sum_NN)
     x_TN = x_TN if wide else x_TN.to(sum_NN.dtype)
+    pieces = _pieces(x_TN, len(sum_NN)) if wide else []
     for rows in _triangle(sum_NN):
         part_NN, left_TN, right_TN = sum_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]
-        if wide and len(sum_NN) <= _SMALL and len(x_TN) > _SHORT:
+        if wide and not pieces:
             even = len(x_TN) // _SHORT * _SHORT
             parts_PTN = x_TN[:even].reshape(-1, _SHORT, x_TN.shape[1])
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN, out_dtype=torch.float32).sum(0)
             if even < len(x_TN):
                 part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
         elif wide:
-            for few in panels(len(x_TN), _LONGEST):
-                add_wide(part_NN, left_TN[few].t(), right_TN[few])
-        elif (pieces := pieces_of(x_TN)) > 1:
-            even = len(x_TN) // pieces * pieces
-            parts_PTN = x_TN[:even].reshape(pieces, -1, x_TN.shape[1])
+            for piece_TN in pieces:
+                add_wide(part_NN, piece_TN[:, rows].t(), piece_TN[:, rows.start :])
+        elif (count := pieces_of(x_TN)) > 1:
+            even = len(x_TN) // count * count
+            parts_PTN = x_TN[:even].reshape(count, -1, x_TN.shape[1])
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
             part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
         else:
             part_NN.addmm_(left_TN.t(), right_TN)
+
+
+def _pieces(x_TN: Array, n_inputs: int) -> list[Array]:
+    """The rows that each product of 16 bits takes, the longest last; none where many short products are made at once."""
+    if n_inputs <= _SMALL and len(x_TN) > _SHORT:
+        return []
+    torch, even = namespace(x_TN), len(x_TN) // _LONGEST * _LONGEST
+    norm_T = torch.linalg.vector_norm(x_TN, dim=1, dtype=torch.float32)
+    firsts = torch.arange(0, even, _LONGEST, device=x_TN.device)[:, None]
+    whole = norm_T[:even].view(-1, _LONGEST).argsort(dim=1, stable=True) + firsts  # all at once
+    order_T = torch.cat([whole.flatten(), norm_T[even:].argsort(stable=True) + even])
+    return list(x_TN.index_select(0, order_T).split(_LONGEST))
 
 
 def add_cross(sum_NK: Array, x_TN: Array, y_TK: Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -95,12 +95,21 @@ def prune_blocks(
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if index < plan.last:
-                        with_room(statistics, log.note, block.name, partial(statistics.advance, module, index))
+                        _advance(statistics, module, index, source.device, partial(with_room, statistics, log.note, block.name))
             if index < source.finished:
                 statistics.pass_finished(source, index)
     if refinement is not None:
         log.note(refinement.described())
     return rows, statistics.store
+
+
+def _advance(
+    statistics: Statistics, module: nn.Module, index: int, device: torch.device, room: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """The activations go on to the next block. Waits for that, as the next block's first look at its weights would."""
+    room(partial(statistics.advance, module, index))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _statistics(

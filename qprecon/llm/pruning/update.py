@@ -62,8 +62,6 @@ def prune_parts(
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
     _lap(clock, asked_NK)
     rebuilt = rebuild_parts(parts, asked_NK, prepared, selection, method, idle)
-    notices = prepared.notices if rebuilt.solution is not None else ()
-    remarks = [replace(remark, note="; ".join(filter(None, (remark.note, *notices)))) for remark in remarks]
     if last:
         prepared.release()
     stored_NK = write_parts(parts, rebuilt)

@@ -180,7 +180,7 @@ class Recipe:
         LAYERS, choices=COMPUTE_DTYPES,
     )  # fmt: skip
     fused_norms: bool = option(
-        False, "on a GPU, compute an RMS norm as one operation: what the model's own seven give, up to their rounding", LAYERS
+        True, "on a GPU, compute an RMS norm as one operation: what the model's own seven give, up to their rounding", LAYERS
     )
 
     def __post_init__(self) -> None:
