@@ -3,6 +3,15 @@
 import pytest
 
 
+@pytest.fixture(scope="session")
+def loaded():
+    """A process whose forks have the libraries loaded: those of a process of its own cost seconds each time."""
+    from tests.faults.runs import Server
+
+    with Server() as started:
+        yield started
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A toy model's folder and a text for it."""

@@ -61,23 +61,26 @@ def test_a_launchers_environment_that_is_half_there_is_refused(changed, said, co
     assert err.count("\n") == 1 and all(word in err for word in [*said, "unset", "torchrun"]), err
 
 
-def process(environment, folder, timeout="1", patience=10):
-    """`prune` of what is no model: the meeting comes first."""
+def command(folder, timeout="1", patience=10):
+    """`prune` of what is no model, as code and arguments: the meeting comes first."""
     code = f"import sys; from qprecon.cli import _launch, main; _launch._PATIENCE = {patience}; sys.exit(main())"
-    flags = ["prune", str(folder / "model"), str(folder / "out"), "--device", "cpu", "--rank-timeout", timeout]
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *flags], env={**os.environ, **WHOLE, **environment}, stderr=subprocess.PIPE, text=True
-    )
+    return code, ["prune", str(folder / "model"), str(folder / "out"), "--device", "cpu", "--rank-timeout", timeout]
+
+
+def how(run):
+    """The exit code, stdout and stderr of a process that waits for minutes at most."""
+    ended = run.ended(250)
+    return ended.code, ended.out, ended.err
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])
-def test_a_meeting_point_that_cannot_be_reached(address, rank, free_port, tmp_path):
+def test_a_meeting_point_that_cannot_be_reached(address, rank, free_port, tmp_path, loaded):
     """A name that nobody has, a port where nobody listens, and, for rank 0 of the latter, a process that does not come."""
     started = time.monotonic()
-    run = process({"RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": free_port}, tmp_path)
-    _, err = run.communicate(timeout=250)
-    assert run.returncode == 1 and err.count("\n") == 1 and time.monotonic() - started < 200  # torch waits for five minutes
+    environment = WHOLE | {"RANK": rank, "MASTER_ADDR": address, "MASTER_PORT": free_port}
+    code, _, err = how(loaded.start_code(*command(tmp_path), environment))
+    assert code == 1 and err.count("\n") == 1 and time.monotonic() - started < 200  # torch waits for five minutes
     assert all(
         word in err for word in (f"MASTER_ADDR={address}", f"MASTER_PORT={free_port}", "WORLD_SIZE=2", f"rank {rank} waited")
     ), err
@@ -85,23 +88,26 @@ def test_a_meeting_point_that_cannot_be_reached(address, rank, free_port, tmp_pa
     assert ("rank 1 did not come" in err) == (rank == "0" and address == "127.0.0.1")
 
 
-def test_fewer_processes_than_world_size_are_said_once(free_port, tmp_path):
-    runs = [process({"RANK": rank, "WORLD_SIZE": "4", "MASTER_PORT": free_port}, tmp_path, timeout="12") for rank in "013"]
-    lines = [line for run in runs for line in run.communicate(timeout=250)[1].splitlines() if not line.startswith("note")]
-    assert [run.returncode for run in runs] == [1, 1, 1]
+def test_fewer_processes_than_world_size_are_said_once(free_port, tmp_path, loaded):
+    environment = WHOLE | {"WORLD_SIZE": "4", "MASTER_PORT": free_port}
+    runs = [loaded.start_code(*command(tmp_path, timeout="4"), environment | {"RANK": rank}) for rank in "013"]
+    ends = [how(run) for run in runs]
+    lines = [line for _, _, err in ends for line in err.splitlines() if not line.startswith("note")]
+    assert [code for code, _, _ in ends] == [1, 1, 1]
     assert len(lines) == 1 and "1 of WORLD_SIZE=4" in lines[0] and "rank 2 did not come" in lines[0], lines
 
 
-def test_a_port_that_another_program_has(tmp_path):
+def test_a_port_that_another_program_has(tmp_path, loaded):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        run = process({"MASTER_PORT": str(taken.getsockname()[1])}, tmp_path)
-        _, err = run.communicate(timeout=250)
-    assert run.returncode == 1 and err.count("\n") == 1 and "rank 0 cannot listen" in err and "another MASTER_PORT" in err
+        code, _, err = how(loaded.start_code(*command(tmp_path), WHOLE | {"MASTER_PORT": str(taken.getsockname()[1])}))
+    assert code == 1 and err.count("\n") == 1 and "rank 0 cannot listen" in err and "another MASTER_PORT" in err
 
 
 def test_processes_that_do_not_come_are_named_and_not_waited_for_in_silence(free_port, tmp_path):
     """The rest of a launcher's environment, in a shell: the command says what it waits for, and SIGTERM ends it."""
-    run = process({"MASTER_PORT": free_port}, tmp_path, timeout="50", patience=0.1)
+    code, flags = command(tmp_path, timeout="50", patience=0.1)
+    environment = {**os.environ, **WHOLE, "MASTER_PORT": free_port}
+    run = subprocess.Popen([sys.executable, "-c", code, *flags], env=environment, stderr=subprocess.PIPE, text=True)
     said = run.stderr.readline()
     run.terminate()
     _, rest = run.communicate(timeout=250)

@@ -26,12 +26,12 @@ sys.exit(cli.main(sys.argv[2:]))
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize(("name", "word", "code"), [("SIGINT", "interrupted", 130), ("SIGTERM", "terminated", 143)])
-def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys, name, word, code):
+def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys, loaded, name, word, code):
     line = f"prune {folder / 'model'} {tmp_path / 'out'} --calib {folder / 'calib.txt'} --nsamples 4 --seqlen 32 --update none"
     line = [*line.split(), "--device", "cpu"]
-    done = subprocess.run([sys.executable, "-c", STOPPED, name, *line, "--quiet"], capture_output=True, text=True)
-    assert done.stderr.splitlines() == [f"qprecon: {word}; the same command goes on after the last finished block"]
-    assert done.returncode == code
+    done = loaded.start_code(STOPPED, [name, *line, "--quiet"]).ended()
+    assert done.err.splitlines() == [f"qprecon: {word}; the same command goes on after the last finished block"]
+    assert done.code == code
     assert cli.main(line) == 0
     assert "continued after 1 of" in capsys.readouterr().out
 
@@ -75,11 +75,17 @@ sys.exit(cli.main())
     ("tidying up", "SIGINT", 130), ("saying so", "SIGTERM", 143),
     ("shutting down", "SIGINT", 130), ("shutting down", "SIGTERM", 143),
 ])  # fmt: skip
-def test_a_second_signal_ends_it_at_once_with_the_same_code(folder, tmp_path, when, name, code):
+def test_a_second_signal_ends_it_at_once_with_the_same_code(folder, tmp_path, loaded, when, name, code):
     line = f"prune {folder / 'model'} {tmp_path / 'out'} --calib {folder / 'calib.txt'} --nsamples 4 --seqlen 32 --update none"
-    command = [sys.executable, "-c", STOPPED_TWICE, when, name, *line.split(), "--device", "cpu", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == code and "Traceback" not in done.stderr
+    arguments = [when, name, *line.split(), "--device", "cpu", "--quiet"]
+    if (when, name) == ("shutting down", "SIGTERM"):  # one process of its own, from its beginning to its end
+        command = [sys.executable, "-c", STOPPED_TWICE, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        found = done.returncode, done.stderr
+    else:
+        done = loaded.start_code(STOPPED_TWICE, arguments).ended()
+        found = done.code, done.err
+    assert found[0] == code and "Traceback" not in found[1]
     assert cli.main([*line.split(), "--device", "cpu", "--quiet"]) == 0  # nothing is broken by that
 
 

@@ -53,7 +53,7 @@ def test_gradients_have_five_digits_by_default():
 @pytest.mark.parametrize("with_rhs", [False, True])
 def test_bounds(with_rhs):
     """Some hold, some do not; both of one weight may be the same."""
-    h, w, mask, rhs, lower, upper = problem(n=7, k=4)
+    h, w, mask, rhs, lower, upper = problem(n=5, k=3)
     assert 0 < ((qprecon.torch.solve(h, w, mask, "osqp", lower=lower, upper=upper, **EXACT) == lower) & mask).sum()
 
     def solve(h, w, lower, upper, rhs=None):

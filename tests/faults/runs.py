@@ -113,7 +113,13 @@ class Server:
 
     def start(self, arguments: Sequence[str], fault: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Running:
         """Start one run."""
-        job = {"run": list(map(str, arguments)), "fault": fault, "env": env}
+        return self._start({"run": list(map(str, arguments)), "fault": fault, "env": env})
+
+    def start_code(self, code: str, arguments: Sequence[str], env: dict[str, str] | None = None) -> Running:
+        """Start what `python -c code arguments` would, with all libraries loaded."""
+        return self._start({"run": list(map(str, arguments)), "code": code, "env": env})
+
+    def _start(self, job: dict[str, Any]) -> Running:
         return Running(self, self._ask(job)["pid"], time.monotonic())
 
     def run(self, arguments: Sequence[str], fault: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Ended:

@@ -3,10 +3,11 @@
 `python -m tests.faults.server` reads jobs from stdin, a line of JSON each, and answers with a line each:
 
     {"run": ["prune", …], "env": {…}, "fault": {…}}   ->  {"pid": PID}
+    {"run": ["prune", …], "env": {…}, "code": TEXT}   ->  {"pid": PID}
     {"wait": PID, "seconds": S}                       ->  {"code": CODE, "out": TEXT, "err": TEXT}, CODE null after S seconds
 
 The child does what the console script does, with the arguments of `run` as its command line; CODE is as of `subprocess`, so that a
-child that a signal ended has minus its number.
+child that a signal ended has minus its number. With `code` it runs that instead, as `python -c` would, to the end of Python.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def _start(job: dict[str, Any]) -> dict[str, int]:
     pipes = [os.pipe() for _ in range(3)]
     pid = os.fork()
     if pid == 0:
-        os._exit(_child(job, *(writer for _, writer in pipes)))
+        code = _child(job, *(writer for _, writer in pipes))
+        if "code" in job:
+            raise SystemExit(code)
+        os._exit(code)
     for _, writer in pipes:
         os.close(writer)
     (begun, _), *said = pipes
@@ -89,6 +93,10 @@ def _child(job: dict[str, Any], begun: int, out: int, err: int) -> int:
         sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
         os.environ.update(job.get("env") or {})
         sys.argv = ["qprecon", *job["run"]]
+        if "code" in job:
+            os.close(begun)
+            exec(job["code"], {"__name__": "__main__"})
+            return 0
         from qprecon import cli
 
         from . import inject

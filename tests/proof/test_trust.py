@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -125,26 +126,27 @@ def test_hilbert(n: int, damping: float, backend: str) -> None:
             assert abs(nearest(f)) <= solution.tol * 1e-6 * nearest(start)
 
 
-@pytest.mark.parametrize("power", [0, 10, 18, 30, -18, -30])
+@functools.cache
+def in_units(scale: float, dtype: str, backend: str) -> qprecon.Solution:
+    """One problem whose H and rhs are given times `scale`."""
+    rng = np.random.default_rng(0)
+    x_TN, w_NK = rng.standard_normal((400, 24)), rng.standard_normal((24, 5)).astype(np.float32)
+    h_NN, mask_NK = x_TN.T @ x_TN, rng.random((24, 5)) < 0.5
+    rhs_NK = h_NN @ (w_NK + 0.1 * rng.standard_normal((24, 5)))
+    h_NN, rhs_NK = (h_NN * scale).astype(np.float32), (rhs_NK * scale).astype(np.float32)
+    return qprecon.solve(h_NN, w_NK, mask_NK, backend, rhs=rhs_NK, damping=0.01, dtype=dtype)
+
+
+@pytest.mark.parametrize("power", [10, 18, 30, -18, -30])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("backend", ["auto", "cholesky", "pcg", "admm", "adam", "osqp", "mpax"])
 def test_any_units_of_h_with_an_rhs(power: int, dtype: str, backend: str) -> None:
     """H times a power of ten is the same problem: no warning, the same weights, all OPTIMAL where any is."""
     if backend != "auto" and dtype not in cases.require(backend).capabilities.dtypes:
         return
-    rng = np.random.default_rng(0)
-    x_TN, w_NK = rng.standard_normal((400, 24)), rng.standard_normal((24, 5)).astype(np.float32)
-    h_NN, mask_NK = x_TN.T @ x_TN, rng.random((24, 5)) < 0.5
-    rhs_NK = h_NN @ (w_NK + 0.1 * rng.standard_normal((24, 5)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        found, expected = (
-            qprecon.solve(
-                (h_NN * scale).astype(np.float32), w_NK, mask_NK, backend, rhs=(rhs_NK * scale).astype(np.float32),
-                damping=0.01, dtype=dtype,
-            )
-            for scale in (10.0**power, 1.0)
-        )  # fmt: skip
+        found, expected = (in_units(scale, dtype, backend) for scale in (10.0**power, 1.0))
     np.testing.assert_allclose(found.weights, expected.weights, atol=2e-3)
     if backend != "adam":
         assert found.optimal.all() and expected.optimal.all()

@@ -274,11 +274,18 @@ def _of_runs(folder):
     }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def of_runs(good, tmp_path_factory):
+    """Each test puts back what it spoils, and no command that is refused writes anything."""
+    folder = tmp_path_factory.mktemp("runs") / "x"
+    shutil.copytree(good, folder)
+    return _of_runs(folder)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_file_of_a_run(good, fault, tmp_path, capsys):
-    shutil.copytree(good, tmp_path / "x")
+def test_a_bad_file_of_a_run(of_runs, fault, capsys):
     spoil, said = FAULTS[fault]
-    for path, command in _of_runs(tmp_path / "x").items():
+    for path, command in of_runs.items():
         content = path.read_bytes()
         path.write_bytes(spoil(content))
         if (path.suffix, fault) != (".yaml", "truncated"):  # half a recipe is a recipe
