@@ -60,6 +60,7 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
     return [
         Step("layers", 120, ("benchmarks/layers/phases.py", "--no-rates", "--out", f"{results}/layer_phases.json")),
         Step("gram", 60, ("benchmarks/layers/gram_rows.py", "--out", f"{results}/gram_rows.json")),
+        Step("calls", 120, ("benchmarks/models/block_calls.py", "--blocks", "8", "--out", f"{results}/block_calls.json")),
         whole("whole", "fast", 150), whole("whole_balanced", "balanced", 240), whole("whole_best", "best", 300, *alps),
         whole("eight", "fast", 90, *eight), whole("eight_int4", "fast", 120, *eight, "--setting", "quantize=int4"),
         whole("eight_balanced", "balanced", 120, *eight), whole("eight_best", "best", 150, *eight, *alps),

@@ -4,7 +4,9 @@
     python benchmarks/models/block_calls.py --model tiny --device cpu           (to check that the script runs)
 
 The model with random weights is pruned twice in one process: in the first run kernels are compiled, unless Triton's cache on the
-disk has them. The device is waited for at the ends of each call.
+disk has them. The device is waited for at the ends of each call. ``alone``: of the first columns that go on after the others of
+their chunk, the objective that they came with (1 at the start), what the call took off it, and the largest entries of the residual
+that is left: the input, its H_ii (1 on average) and its share of the residual.
 """
 
 from __future__ import annotations
@@ -30,6 +32,26 @@ from qprecon.engine import in_progress
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "block_calls.json"
 QUANTILES = (0.0, 0.5, 0.99, 1.0)
+_FEW, _WORST, _MOST = 64, 4, 8
+
+
+def left_behind(multiply: Any, chunk: Any, raw: Any) -> list[dict[str, Any]]:
+    """Facts of the columns of a call for a few; none of other calls, and none of the empty columns that fill a call up."""
+    if not isinstance(multiply, pcg.Full) or chunk.start_NK.shape[1] > _FEW:
+        return []
+    h_NN, found = multiply.hessian_NN, []
+    for column in torch.as_tensor(chunk.mask_NK).any(0).nonzero()[:_MOST, 0].tolist():
+        kept_N, step_N = chunk.mask_NK[:, column], raw.weights_NK[:, column] - chunk.start_NK[:, column]
+        rest_N = kept_N * (chunk.residual_NK[:, column] - h_NN @ step_N)
+        shares_N = rest_N.abs() / rest_N.abs().sum()
+        worst = shares_N.argsort(descending=True)[:_WORST].tolist()
+        found.append({
+            "objective": float(chunk.start_objective_K[column]), "kept": int(kept_N.sum()),
+            "word": str(raw.reported_status[column]),
+            "gain": float(step_N @ (chunk.residual_NK[:, column] + rest_N)), "iterations": int(raw.iterations[column]),
+            "residual": [[input, float(h_NN[input, input]), float(shares_N[input])] for input in worst],
+        })  # fmt: skip
+    return found
 
 
 def wait() -> None:
@@ -51,7 +73,7 @@ def seen(calls: list[dict[str, Any]]) -> contextlib.ExitStack:
         calls.append({
             "product": type(multiply).__name__, "inputs": chunk.start_NK.shape[0], "columns": chunk.start_NK.shape[1],
             "tolerance": chunk.tolerance, "iterations": int(raw.iterations.max()), "ms": 1e3 * (time.perf_counter() - began),
-            "words": dict(zip(words.tolist(), counts.tolist(), strict=True)),
+            "words": dict(zip(words.tolist(), counts.tolist(), strict=True)), "alone": left_behind(multiply, chunk, raw),
         })  # fmt: skip
         return raw
 
