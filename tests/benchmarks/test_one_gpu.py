@@ -57,8 +57,8 @@ def test_lanes_run_side_by_side_and_end_with_all_time(tmp_path, capsys):
 
 def test_what_is_left_out_is_said(tmp_path, capsys):
     arguments = ["--models", str(tmp_path), "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--list"]
-    assert one_gpu.main([*arguments, "--steps", "whole,b_qwen"]) == 0
+    assert one_gpu.main([*arguments, "--steps", "whole,b_gemma"]) == 0
     said = capsys.readouterr().out
-    assert "b_qwen is left out" in said and "whole: python benchmarks/models/end_to_end.py" in said and sys.executable not in said
+    assert "b_gemma is left out" in said and "whole: python benchmarks/models/end_to_end.py" in said and sys.executable not in said
     with pytest.raises(SystemExit, match="no step nonsense; there are layers"):
         one_gpu.main([*arguments, "--steps", "nonsense"])
