@@ -282,6 +282,7 @@ def of_runs(good, tmp_path_factory):
     return _of_runs(folder)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_file_of_a_run(of_runs, fault, capsys):
     spoil, said = FAULTS[fault]

@@ -127,6 +127,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.own
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys):
     line = line_of(folder, tmp_path / "out", "--save-steps 5")

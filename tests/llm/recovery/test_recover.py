@@ -138,6 +138,7 @@ def test_the_best_of_the_looks_is_stored(monkeypatch):
     assert any("stopped after step 9 of 12" in note for note in report.warnings)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize(
     ("losses", "looks", "best"),
     [

@@ -33,6 +33,7 @@ def holder(tmp_path):
         process.kill()
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_folder_is_taken_while_its_process_lives(tmp_path, holder, resume):
     folder = tmp_path / "run"

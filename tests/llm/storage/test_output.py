@@ -205,6 +205,7 @@ def test_the_folder_that_the_command_runs_in_is_not_replaced(tmp_path, monkeypat
     prune(build("llama"), "out/inside")
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("error", [errno.EXDEV, errno.EMFILE])
 def test_a_file_system_that_renames_no_folders(where, error, tmp_path, monkeypatch):

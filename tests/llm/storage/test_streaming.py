@@ -243,6 +243,7 @@ def test_another_model_or_calibration_is_refused(tmp_path, monkeypatch):
         prune(folder, tmp_path / "out", dtype="bfloat16")
 
 
+@pytest.mark.own
 def test_a_full_disk_loses_no_finished_block(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     whole = prune(folder, tmp_path / "whole")
@@ -533,6 +534,7 @@ def test_a_full_disk_before_anything_is_finished_speaks_of_nothing_kept(tmp_path
     assert "What was finished" not in str(full.value) and not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.own
 def test_a_full_disk_at_the_end_keeps_all_blocks(tmp_path, monkeypatch):
     folder, out = saved(tmp_path / "dense"), tmp_path / "out"
     prune(folder, tmp_path / "expected")
@@ -562,6 +564,7 @@ def test_windows_cut_elsewhere_are_other_calibration(tmp_path, monkeypatch):
         prune_model(folder, [text[:10], text[10:]], out=tmp_path / "out", progress=False)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("damage", ["overwrite", "truncate", "remove"])
 def test_a_damaged_block_is_made_again(damage, tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
@@ -583,6 +586,7 @@ OTHERWISE = {
 }  # fmt: skip
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("file", ["block-00000.json", "outside.json", "fingerprint.json", "model_times.json"])
 def test_what_is_known_of_a_run_and_was_damaged(file, tmp_path, monkeypatch):
     """An entry is made again with its file; where the rest does not say what it was, the run is not continued."""
