@@ -14,7 +14,7 @@ from .arrays.checksum import bits
 from .arrays.interop import Array, cast, dtype_name, from_core, namespace, to_core
 from .errors import NotOptimalError
 from .problem.column_qp import ColumnQP
-from .proof.notices import NO_LOWER_BOUND, at_the_floor, fitted_to_rounding
+from .proof.notices import at_the_floor, fitted_to_rounding, no_lower_bound
 from .proof.passes import bounds_that_hold
 from .status import Status
 from .wording import counted
@@ -171,10 +171,12 @@ class Solution:
             worst = int(np.argmax(self.relative_gap))
             lines.append(f"largest certified relative gap {self.relative_gap[worst]:.2e} (column {worst})")
             if 1.0 < self.relative_gap[worst] < np.inf:
-                lines.append(NO_LOWER_BOUND)
+                lines.append(no_lower_bound(self.problem is not None and self.problem.hessian.damping > 0.0))
             if floor := at_the_floor(self.gap_bound, self.relative_gap, self._cost()):
                 lines.append(floor)
             start, end = float(self.baseline_objective.sum()), float(self.objective.sum())
+            if self.problem is not None and self.problem.constant_K is not None:  # a squared error, but for its rounding
+                end = max(end, 0.0)
             if start > 0:
                 lines.append(f"objective {start:.4g} -> {end:.4g} ({end / start:.3f} of the masked weights')")
         for status, count in self.counts().items():
@@ -193,8 +195,11 @@ class Solution:
     def _cost(self) -> np.ndarray:
         """What a relative gap is relative to but for its floor, (K,): the least that the optimum can cost, or what was gained."""
         if self.problem is None or self.problem.rhs_NK is None or self.problem.constant_K is not None:
-            return self.objective - self.gap_bound
-        return self.baseline_objective - self.objective
+            least_K, most_K = self.gap_bound, self.objective
+        else:
+            least_K, most_K = self.objective, self.baseline_objective
+        with np.errstate(invalid="ignore"):  # of columns that are beyond float64, as their status says
+            return most_K - least_K
 
     def raise_for_status(self) -> Solution:
         """Return self, or raise ``NotOptimalError`` if a column is not certified to ``tol``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +86,10 @@ def to_core(x: Any, place: Place, name: str) -> Array:
     """Bring an argument, an array of any kind, to the core's library and device for ``place``, without changing its dtype.
 
     Raises:
-        ValueError: it is sparse, a masked array, or on the meta device; the message names it.
+        ValueError: it is no array, sparse, a masked array, or on the meta device; the message names it.
     """
+    if x is None or isinstance(x, str | bytes | Mapping):
+        raise ValueError(f"{name} must be an array, got {repr(x) if x is None else f'a {type(x).__name__}'}")
     kind = kind_of(x)
     if is_sparse(x):
         method = "to_dense" if kind == "torch" else "toarray"

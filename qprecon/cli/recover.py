@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from qprecon.arrays.collector import no_collection
 from qprecon.llm.settings.fields import options
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not partial_folder(flags["out"]).is_dir():
             raise
         raise type(stop)("the same command goes on after the last state that was kept") from stop
+    if arguments.quiet and not report.best_step and not is_silent():
+        print("qprecon: no step made the model better: the weights are those that it had", file=sys.stderr)
     if not arguments.quiet and not is_silent():
         print(report.summary())
         print(f"the recovered model and its report are in {flags['out']}")

@@ -65,9 +65,9 @@ def option_names(kind: type | None) -> list[str]:
 
 
 def as_number(value: Any, name: str, wanted: str = "a number") -> float:
-    """An argument as a float; ValueError, naming it and what is ``wanted``, if it is text or ``float`` refuses it."""
+    """An argument as a float; ValueError, naming it and what is ``wanted``, if it is text or a bool, or ``float`` refuses it."""
     try:
-        if not isinstance(value, str | bytes):
+        if not isinstance(value, str | bytes | bool | np.bool_):
             return float(value)
     except (TypeError, ValueError):
         pass

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..arrays.interop import Array, cast, dtype_name, from_core, is_sparse, kind_of, place_of, to_core, to_numpy
+from ..contract.options import as_number
 from ..prepared import prepare
 from ..problem.hessian import mean_diagonal
+from ..wording import counted
 from .moments import Moments, gram
 
 
@@ -79,18 +82,22 @@ class MaskedRidge:
             raise ValueError("moments have no rhs: give gram a Y")
         if self.fit_intercept != (moments.x_mean is not None):
             raise ValueError(f"fit_intercept={self.fit_intercept} needs moments of gram(…, center={self.fit_intercept})")
-        if not float(self.alpha) >= 0.0:
-            raise ValueError(f"alpha must not be negative, got {self.alpha!r}")
+        alpha = as_number(self.alpha, "alpha")
+        if not 0.0 <= alpha < np.inf:
+            raise ValueError(f"alpha must be finite and not negative, got {self.alpha!r}")
         n, k = (int(size) for size in moments.rhs.shape)
         place = place_of(moments.H)
         mean = mean_diagonal(to_core(moments.H, place, "H"))
         zeros_NK = 0.0 * moments.rhs
         limits = {name: self._transposed(getattr(self, name), (n, k), name) for name in ("lower", "upper")}
-        solution = prepare(moments.H, damping=float(self.alpha) / mean if mean > 0.0 else 0.0).solve(
+        solution = prepare(moments.H, damping=alpha / mean if mean > 0.0 else 0.0).solve(
             zeros_NK, np.ones((n, k), dtype=bool) if self.mask is None else self._transposed(self.mask, (n, k), "mask"),
             self.backend, rhs=moments.rhs, constant=moments.constant, tol=self.tol, dtype="float64", **limits,
             **(self.solve_options or {}),
         )  # fmt: skip
+        if not solution.optimal.all():
+            many = f"{int((~solution.optimal).sum())} of {counted(k, 'output')}"
+            warnings.warn(f"{many} not certified to {self.tol:g}: see solution_; alpha > 0 or more rows may help", stacklevel=3)
         coef_KN = solution.weights.T
         intercept_K: Any = 0.0
         if self.fit_intercept:
@@ -219,6 +226,9 @@ def fit(
     Raises:
         ValueError: see ``qprecon.gram`` and ``qprecon.solve``.
     """
+    if unknown := settings.keys() - inspect.signature(MaskedRidge).parameters.keys():
+        where = "; arguments of qprecon.solve go into solve_options"
+        raise TypeError(f"fit() got an unexpected keyword argument {min(unknown)!r}{where}")
     model = MaskedRidge(mask, alpha=alpha, fit_intercept=fit_intercept, **settings)
     model.fit_moments(gram(X, Y, weights=sample_weight, center=fit_intercept), single=Y is not None and Y.ndim == 1)
     model._remember(X)

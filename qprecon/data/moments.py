@@ -9,7 +9,8 @@ loses no digits where means are large: S = S_a + S_b + (s_a s_b / (s_a + s_b)) Î
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import numbers
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ def gram(
             flags.append((name, sound))
     if sums is None or sums.count == 0:
         raise ValueError("X has no rows")
-    if not float(sums.weight) > 0.0 and weights is not None:
+    if float(sums.weight) == 0.0 and weights is not None:
         raise ValueError("weights are all zero")
     for name, sound in flags:  # checked last: without weights nothing above waits for a device
         if not bool(sound):
@@ -108,10 +109,14 @@ def _batches(X: Any, Y: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
         return
     if Y is not None or weights is not None:
         raise ValueError("Y and weights go with one array X; give batches as tuples (x, y) or (x, y, weights)")
+    if X is None or isinstance(X, str | bytes | Mapping) or not isinstance(X, Iterable):
+        raise ValueError(f"X must be an array or an iterable of batches, got {'None' if X is None else f'a {type(X).__name__}'}")
     if isinstance(X, tuple):
         raise ValueError("X is a tuple: give gram(X, Y) for one pair, or a list of batches")
     for batch in X:
         given = batch if isinstance(batch, tuple | list) else (batch,)
+        if isinstance(X, list) and all(isinstance(part, numbers.Number) for part in given):
+            raise ValueError("X is a list of numbers, of which each item would be a batch: give np.asarray(X)")
         if not 1 <= len(given) <= 3:
             raise ValueError(f"a batch is x, (x, y) or (x, y, weights), got {len(given)} parts")
         yield (*given, *[None] * (3 - len(given)))

@@ -28,6 +28,7 @@ _NOT_SEMIDEFINITE = (
     "H itself is not positive semidefinite, beyond what summing in float32 explains; only the damping makes it so. "
     "It is no Gram matrix, or one in too few bits: accumulate XᵀX in float32 or better"
 )
+_ZERO = "H is zero: all weights cost the same"
 _PANEL = 4096  # rows
 _HALVES_FROM = 8192  # inputs from which a factorisation by halves is faster than a library's
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -103,7 +104,9 @@ class Hessian:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What to know of H beside the certificates, in words: whether only the damping makes it positive semidefinite."""
+        """What to know of H beside the certificates, in words: that it is zero, or that only the damping makes it semidefinite."""
+        if self.n_inputs and not self.diagonal_N.any():
+            return (_ZERO,)
         return () if self.damping == 0.0 or self.is_gram else (_NOT_SEMIDEFINITE,)
 
     def at(self, place: Place) -> Hessian:
@@ -148,7 +151,7 @@ def floating(x: Any, place: Place, name: str) -> Array:
         return x
     if kind.startswith(("float", "int", "uint")):
         return cast(x, "float64")
-    raise ValueError(f"{name} must be a real floating array, got dtype {kind}")
+    raise ValueError(f"{name} must be an array of real numbers, got dtype {kind}")
 
 
 def _checked(hessian_NN: Array) -> Array:

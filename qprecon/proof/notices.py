@@ -11,10 +11,15 @@ from ..wording import counted
 from .audit import FLOOR
 from .factor import known_to
 
-NO_LOWER_BOUND = "a gap above 1 says that no useful lower bound is known (damping gives one), not that the weights are that far off"
 _ABOVE = 1.001  # by more than rounding
 _FLOPS = 2e11  # at most this much is spent on factors of single columns
 _FLOAT32 = 2.0**-30  # H is known to more than this where it was summed in float32
+
+
+def no_lower_bound(damped: bool = True) -> str:
+    """What a relative gap above 1 says, in words."""
+    without = "" if damped else ", which damping would give"
+    return f"a gap above 1 says little: no useful lower bound is known{without}, and the weights may be far off or not"
 
 
 def at_the_floor(gap_K: np.ndarray, relative_K: np.ndarray, cost_K: np.ndarray) -> str | None:

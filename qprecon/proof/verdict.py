@@ -15,7 +15,7 @@ from ..wording import counted
 from .audit import Figures, audit
 from .factor import Certificate, gamma
 from .improvement import masked_weights
-from .notices import NO_LOWER_BOUND
+from .notices import no_lower_bound
 from .starting_point import Start, check_squared_error, find_start
 
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
@@ -54,7 +54,7 @@ class Audit:
         worst, broken = int(np.argmax(self.relative_gap)), int((~(self.violation == 0) & ~unfinite_K).sum())
         lines = [f"largest certified relative gap of {counted(k, 'column')} {self.relative_gap[worst]:.2e} (column {worst})"]
         if 1.0 < self.relative_gap[worst] < np.inf:
-            lines.append(NO_LOWER_BOUND)
+            lines.append(no_lower_bound())
         if unfinite := int(unfinite_K.sum()):
             lines.append(f"{counted(unfinite, 'column')} with NaN or Inf, in the problem or in these weights: nothing certified")
         if broken:

@@ -35,17 +35,22 @@ BAD = [
     ("negative diagonal", {"H": np.diag([1.0, -1.0, 1.0])}, ValueError, r"^H has a negative diagonal entry \(input 1\)"),
     ("indefinite", {"H": np.array([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]])}, ValueError, r"^H is clearly indefinite"),
     ("not symmetric", {"H": np.array([[1.0, 0.5, 0], [0, 1, 0], [0, 0, 1]])}, ValueError, r"^H is not symmetric"),
-    ("complex H", {"H": H + 0j}, ValueError, r"^H must be a real floating array"),
-    ("complex W", {"W": W + 0j}, ValueError, r"^W must be a real floating array"),
-    ("boolean W", {"W": MASK}, ValueError, r"^W must be a real floating array"),
-    ("W of objects", {"W": W.astype(object)}, ValueError, r"^W must be a real floating array"),
-    ("W of strings", {"W": W.astype(str)}, ValueError, r"^W must be a real floating array"),
-    ("complex rhs", {"rhs": W + 0j}, ValueError, r"^rhs must be a real floating array"),
+    ("no H", {"H": None}, ValueError, r"^H must be an array, got None"),
+    ("the name of a file as H", {"H": "H.npy"}, ValueError, r"^H must be an array, got a str"),
+    ("no mask", {"mask": None}, ValueError, r"^mask must be an array, got None"),
+    ("a bool as damping", {"damping": True}, ValueError, r"^damping must be a number, got True"),
+    ("a bool as max_iterations", {"max_iterations": True}, ValueError, r"^max_iterations must be a positive integer, got True"),
+    ("complex H", {"H": H + 0j}, ValueError, r"^H must be an array of real numbers"),
+    ("complex W", {"W": W + 0j}, ValueError, r"^W must be an array of real numbers"),
+    ("boolean W", {"W": MASK}, ValueError, r"^W must be an array of real numbers"),
+    ("W of objects", {"W": W.astype(object)}, ValueError, r"^W must be an array of real numbers"),
+    ("W of strings", {"W": W.astype(str)}, ValueError, r"^W must be an array of real numbers"),
+    ("complex rhs", {"rhs": W + 0j}, ValueError, r"^rhs must be an array of real numbers"),
     ("rhs of other shape", {"rhs": np.ones((3, 1))}, ValueError, r"^rhs has shape \(3, 1\), W has \(3, 2\)"),
     ("lower of other shape", {"lower": np.ones(3)}, ValueError, r"^lower of shape \(3,\) does not broadcast"),
     ("upper of other shape", {"upper": np.ones((4, 1))}, ValueError, r"^upper of shape \(4, 1\) does not broadcast"),
-    ("lower of strings", {"lower": "zero"}, ValueError, r"^lower must be a real floating array"),
-    ("complex upper", {"upper": 1j}, ValueError, r"^upper must be a real floating array"),
+    ("lower of strings", {"lower": "zero"}, ValueError, r"^lower must be an array, got a str"),
+    ("complex upper", {"upper": 1j}, ValueError, r"^upper must be an array of real numbers"),
     ("lower > upper", {"lower": 1.0, "upper": 0.5}, ValueError, r"^lower > upper at input 0, column 0"),
     ("lower of inf", {"lower": np.inf}, ValueError, r"^lower is \+?inf"),
     ("upper of -inf", {"upper": -np.inf}, ValueError, r"^upper is -inf"),
@@ -115,6 +120,12 @@ def test_audit_says_that_weights_are_not_finite(bad: float) -> None:
     assert "1 column with NaN or Inf" in summary and "out of bounds" not in summary and "without any certificate" not in summary
 
 
+def test_an_h_of_zeros_is_said() -> None:
+    """Every weight is as good as any other: all columns are optimal."""
+    found = qprecon.solve(0 * H, W, MASK)
+    assert found.optimal.all() and "H is zero: all weights cost the same" in found.summary()
+
+
 def test_a_gap_that_says_little_is_said_to_say_little() -> None:
     """Singular up to rounding, and the masked weights."""
     x_TN = np.random.default_rng(0).normal(size=(40, 6))
@@ -123,6 +134,8 @@ def test_a_gap_that_says_little_is_said_to_say_little() -> None:
     assert found.relative_gap.max() > 1 and "no useful lower bound" in found.summary()
     good = qprecon.prepare(x_TN.T @ x_TN).audit(weights, mask, weights * mask)
     assert good.relative_gap.max() < 1e5 and ("no useful lower bound" in good.summary()) == (good.relative_gap.max() > 1)
+    far = qprecon.prepare(x_TN.T @ x_TN, damping=0.01).audit(weights, mask, 0 * weights)  # weights that are far off
+    assert far.relative_gap.max() > 1 and "far off or not" in far.summary() and "damping" not in far.summary()
 
 
 @pytest.mark.filterwarnings("error")
@@ -141,7 +154,7 @@ def test_bad_input_as_tensors() -> None:
         ({"H": torch.ones(3, 2)}, "^H must be square"),
         ({"mask": one[:2]}, "^mask has shape"),
         ({"mask": one / 2}, "^mask must hold only"),
-        ({"W": one.to(torch.complex64)}, "^W must be a real floating array"),
+        ({"W": one.to(torch.complex64)}, "^W must be an array of real numbers"),
         ({"rhs": one[:, :1]}, "^rhs has shape"),
         ({"lower": torch.ones(4, 1)}, "^lower of shape"),
         ({"lower": one, "upper": one - 1}, "^lower > upper at input 0, column 0"),

@@ -142,7 +142,11 @@ assert not any(name.startswith("sklearn") for name in sys.modules)
 
 BAD = [
     ({"mask": np.ones((12, 4))}, r"mask has shape \(12, 4\), coef_ is \(outputs, inputs\), here \(4, 12\)"),
-    ({"alpha": -1.0}, "alpha"),
+    ({"alpha": -1.0}, "alpha must be finite and not negative"),
+    ({"alpha": np.nan}, "alpha must be finite and not negative, got nan"),
+    ({"alpha": np.ones(4)}, "alpha must be a number"),
+    ({"alpha": None}, "alpha must be a number, got None"),
+    ({"alpha": "1"}, "alpha must be a number, got '1'"),
     ({"lower": np.zeros(3)}, "lower"),
     ({"backend": "colesky"}, "cholesky"),
     ({"solve_options": {"bach_size": 3}}, "batch_size"),
@@ -154,6 +158,18 @@ def test_what_is_refused_is_named(given, named):
     x, y, _, _ = data()
     with pytest.raises(ValueError, match=named):
         qprecon.fit(x, y, **given)
+
+
+def test_an_argument_of_solve_is_told_where_it_goes():
+    x, y, _, _ = data()
+    with pytest.raises(TypeError, match="'time_limit'; arguments of qprecon.solve go into solve_options"):
+        qprecon.fit(x, y, time_limit=1.0)
+
+
+def test_outputs_that_are_not_certified_are_warned_of():
+    x, y, mask, _ = data()
+    with pytest.warns(UserWarning, match=r"4 of 4 outputs .*solution_"):
+        qprecon.fit(x[:5], y[:5], mask, alpha=0.0)
 
 
 def test_moments_that_do_not_fit():

@@ -156,11 +156,12 @@ class PruneReport(Saved):
                 f"largest certified relative gap {self.largest_gap:.2e}; {late} of {counted(columns, 'column')} above the "
                 f"tolerance, {self.fallbacks} kept the weights that they started from"
             )
-        if gaps := [row.stored_gap for row in self.layers if row.stored_gap is not None and math.isfinite(row.stored_gap)]:
-            most, mean = max(gaps), math.fsum(gaps) / len(gaps)
+        gaps = {row.name: row.stored_gap for row in self.layers if row.stored_gap is not None and math.isfinite(row.stored_gap)}
+        if gaps:
+            worst, mean = max(gaps, key=gaps.__getitem__), math.fsum(gaps.values()) / len(gaps)
             lines.append(
                 f"damped cost as stored: at most {mean:.2%} above that of the best real-valued weights, on average over layers; "
-                f"{most:.2%} in the worst layer (certified; the error without damping may rise by more)"
+                f"{gaps[worst]:.2%} in the worst one, {worst} (certified; the error without damping may rise by more)"
             )
         lines.append(", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
         lines += [f"note: {warning}" for warning in self.warnings]

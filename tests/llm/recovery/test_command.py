@@ -47,13 +47,17 @@ def test_every_option_is_an_argument_and_a_flag():
         qprecon.llm.recover("M", "D", "T", pases=3)
 
 
-def test_it_hands_over_what_was_given(monkeypatch):
+def test_it_hands_over_what_was_given(monkeypatch, capsys):
     calls = []
-    report = types.SimpleNamespace(summary=lambda: "the summary")
+    report = types.SimpleNamespace(summary=lambda: "the summary", best_step=0)
     monkeypatch.setattr(qprecon.llm, "recover", lambda *a, **k: calls.append((a, k)) or report, raising=False)
     monkeypatch.setattr("qprecon.llm.settings.beforehand.check_recover", lambda *_, **__: None)
     assert cli.main(["recover", "M", "D", "O", "--quiet"]) == 0
     given = dict(model="M", dense="D", out="O")
+    assert "no step made the model better" in capsys.readouterr().err
+    report.best_step = 5
+    assert cli.main(["recover", "M", "D", "O", "--quiet"]) == 0 and capsys.readouterr().err == ""
+    calls.pop()
     assert calls[0] == ((), {**given, "calibration": Path("c4"), "progress": "quiet"})
     line = "--train norms biases --masks m.npz --passes 2 --batch 3 --lr 1e-3 --warmup 0.1 --weight-decay 0.2 --temperature 2 "
     line += "--hidden-weight 0.5 --held-out 0.25 --patience 5 --optimizer-state host --checkpointing --nsamples 7 --seqlen 9 "

@@ -76,5 +76,7 @@ def test_a_lock_that_may_not_be_opened_is_an_error(tmp_path, monkeypatch):
 
 
 def test_other_settings_are_named_and_a_default_is_no_none():
+    of_text = {"calibration": ["(8,) sha256 1"], "seed": 1}, {"calibration": ["(8,) sha256 2"], "seed": 0}
+    assert [difference.split()[0] for difference in _differences(*of_text)] == ["seed", "calibration"]
     assert _differences({"lr": None, "seed": 1}, {"lr": 0.1, "seed": 1}) == ["lr was not given, is 0.1"]
     assert _differences({"config": {"a": 1, "b": "x"}}, {"config": {"a": 1, "b": None}}) == ["config: b was 'x', is not given"]
