@@ -256,7 +256,7 @@ def test_no_notice_of_a_gram_matrix(shape: tuple[int, int], large: float, dead: 
         for h in ((x_TN.T @ x_TN) * np.float32(scale), (x_TN.astype(np.float64).T @ x_TN.astype(np.float64)) * scale):
             assert qprecon.prepare(h, damping=0.01).notices == ()
             assert qprecon.prepare(torch.from_numpy(h), damping=0.01).notices == ()
-    assert qprecon.prepare(np.zeros((3, 3)), damping=0.01).notices == ()
+    assert qprecon.prepare(np.zeros((3, 3)), damping=0.01).notices == ("H is zero: all weights cost the same",)
     assert qprecon.prepare(np.array([[0.0, 1.0], [1.0, 5.0]]), damping=1.0).notices != ()
 
 
