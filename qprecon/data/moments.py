@@ -109,7 +109,7 @@ def _batches(X: Any, Y: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
         return
     if Y is not None or weights is not None:
         raise ValueError("Y and weights go with one array X; give batches as tuples (x, y) or (x, y, weights)")
-    if X is None or isinstance(X, str | bytes | Mapping) or not isinstance(X, Iterable):
+    if X is None or isinstance(X, str | bytes | Mapping) or not (hasattr(X, "__iter__") or hasattr(X, "__getitem__")):
         raise ValueError(f"X must be an array or an iterable of batches, got {'None' if X is None else f'a {type(X).__name__}'}")
     if isinstance(X, tuple):
         raise ValueError("X is a tuple: give gram(X, Y) for one pair, or a list of batches")

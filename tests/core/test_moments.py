@@ -178,6 +178,16 @@ def test_what_is_refused_is_named(args, more, named):
         qprecon.gram(*args, **more)
 
 
+def test_a_data_set_that_only_knows_its_items_is_taken():
+    class Items:
+        def __getitem__(self, index):
+            if index == 2:
+                raise IndexError
+            return X[10 * index : 10 * index + 10]
+
+    np.testing.assert_allclose(qprecon.gram(Items()).H, X.T @ X)
+
+
 def test_sparse_is_refused():
     import scipy.sparse
 
