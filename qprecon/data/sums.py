@@ -40,7 +40,7 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
     x_TN = x_TN if wide else x_TN.to(sum_NN.dtype)
     pieces = _pieces(x_TN, len(sum_NN)) if wide else []
     for rows in _triangle(sum_NN):
-        part_NN, left_TN, right_TN = sum_NN[rows, rows.start :], x_TN[:, rows], x_TN[:, rows.start :]
+        part_NN = sum_NN[rows, rows.start :]
         if wide and not pieces:
             even = len(x_TN) // _SHORT * _SHORT
             parts_PTN = x_TN[:even].reshape(-1, _SHORT, x_TN.shape[1])
@@ -56,7 +56,7 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
             part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
         else:
-            part_NN.addmm_(left_TN.t(), right_TN)
+            part_NN.addmm_(x_TN[:, rows].t(), x_TN[:, rows.start :])
 
 
 def _pieces(x_TN: Array, n_inputs: int) -> list[Array]:

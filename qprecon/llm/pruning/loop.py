@@ -68,6 +68,7 @@ def prune_blocks(
                 statistics.gradients = gradients = _gradients(source, plan, statistics, samples, log, ranks)
             plan = loss_plan(plan, gradients, rule) if isinstance(rule, ByLoss) else plan
         for index, block in enumerate(plan.blocks[: plan.last + 1]):
+            room = partial(with_room, statistics, log.note, block.name)
             with source.opened(index, dense=method.propagate == "dense") as module:
                 if index < source.finished:
                     if with_adapters[index]:
@@ -78,7 +79,6 @@ def prune_blocks(
                     for layers in _in_order(statistics, module, index, plan.layers[index]):
                         with log.phase("gram"):
                             log.step(block.name, 0)
-                            room = partial(with_room, statistics, log.note, block.name)
                             grams = statistics.collect(module, index, [layer.view for layer in layers], room)
                         for group, own in prune_groups(grouped(layers, grams), grams, method, ranks):
                             pruned += group
@@ -95,7 +95,7 @@ def prune_blocks(
                     log.step(block.name, 0, blocks=bool(new), errors=[row.error_stored for row in new])
                 with log.phase("propagate"):
                     if index < plan.last:
-                        _advance(statistics, module, index, source.device, partial(with_room, statistics, log.note, block.name))
+                        _advance(statistics, module, index, source.device, room)
             if index < source.finished:
                 statistics.pass_finished(source, index)
     if refinement is not None:
