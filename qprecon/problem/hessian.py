@@ -20,8 +20,8 @@ ENTRY = 192.0
 
 θ changes nothing: (1 − θ)XᵀX is a Gram matrix too, with the same optimal weights. It is 0 where sums are rounded, as on a
 CPU. The most that was measured there is 35, for 262 144 tokens (tests/proof/test_certificate.py). Tensor cores cut sums off
-towards zero. That shrinks all entries of a product nearly alike, if massive rows come last: at most 126 is left beside θ in the
-products that ``qprecon.data.sums`` makes, and some units by chance. docs/mathematics.md has the analysis,
+towards zero. That shrinks all entries of a product nearly alike, if massive rows come last: less than 0.8 of ``ENTRY`` is left
+beside θ in the products that ``qprecon.data.sums`` makes, and some units by chance. docs/mathematics.md has the analysis,
 tests/core/test_sums.py the arithmetic."""
 
 _NOT_SEMIDEFINITE = (
