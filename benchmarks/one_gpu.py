@@ -2,7 +2,7 @@
 
     python benchmarks/one_gpu.py --models FOLDER --data FOLDER --out FOLDER [--steps whole,low_bit] [--seconds 900]
 
---models holds folders by the names smollm2 and gemma3, those that there are; --data holds text/ and tasks/. Every step is a
+--models holds folders by the names smollm2, gemma3 and qwen, those that there are; --data holds text/ and tasks/. Every step is a
 command of its own, with a log of its own in --out, a limit, and its results as JSON in --out/results, which begins as a copy of
 benchmarks/results. A step that fails or takes too long stops no other. `--list` prints the commands.
 """
@@ -73,6 +73,7 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
         quality("a_gemma", "gemma3", "--recover", "only", "--cases", "50%:best", "--tasks"),
         quality("b_gemma", "gemma3", "--cases", *LOW_BITS, "--group", "128", code="grid"),
         quality("c_smollm2", "smollm2", "--recover", "only", "--seeds", "1", "--cases", "60%:best"),
+        quality("d_qwen", "qwen", "--recover", "only", "--code", "--cases", "50%:best@wikitext2+c4+code"),
     ]  # fmt: skip
 
 

@@ -191,7 +191,8 @@ def _opened(
     )
     training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
     rate = recovery.lr or default_rate(weight_size(pair.dense, selected.pruned))
-    schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed)
+    eases = recovery.lr is None  # a rate that is asked for is kept
+    schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed, eases)
     task, journal = Task(pair, selected, samples, aside, schedule, device), None
     with ranks.busy():
         if out is not None and ranks.first:
@@ -265,6 +266,8 @@ def _report(task: Task, done: Done, settings: dict[str, Any], was: dict[str, Any
     best = course.looks[course.best_place][0]
     if settings["optimizer_state"] == "auto" and done.fit.optimizer_state != "float32":
         log.note(f"optimizer_state is {done.fit.optimizer_state!r}: float32 would not have fitted")
+    if (divisor := task.schedule.divisor(course.held_out)) > 1:
+        log.note(f"the learning rate was divided by {divisor:g} on the way: the windows held out got much worse; lr sets another")
     if best == 0:
         log.note("no step made the windows held out better: the weights are those that the model had; a lower lr may help")
     elif course.step < len(task.schedule.steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -12,19 +13,25 @@ _LOOKS = 2  # at the held-out windows, in each pass
 # Of the weights' size: a step at the peak. It gives SmolLM2-135M the rate that its results were measured with; what it does to
 # Gemma-3-270M, on windows held out, is in benchmarks/results/recovery_rates.json.
 _RELATIVE_STEP = 0.0023
+_WORSE, _EASED = 1.2, 3.0
+"""A look at the windows held out that is so many times the start's, and no better than the look before, divides the rate by the
+second number. 0.0023 is too much for a model that is close to the dense one: Qwen2.5-Coder-0.5B at 50 % went from 0.056 to 0.078 at
+its first look and came back to 0.061 (quality_qwen2.5-coder-0.5b.json); no other model's looks were so far above their start."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """`steps[s]`: the indices of the windows of step s; `looks`: after how many steps the held-out windows are looked at.
 
-    lr: the peak; the rate rises linearly over the first `warmup` steps and then falls along a cosine.
+    lr: the peak; the rate rises linearly over the first `warmup` steps and then falls along a cosine. eases: whether it is lowered
+    where it proves to be too high.
     """
 
     steps: tuple[tuple[int, ...], ...]
     looks: frozenset[int]
     lr: float
     warmup: int
+    eases: bool = False
 
     @property
     def settles(self) -> float:
@@ -37,8 +44,15 @@ class Schedule:
             return self.lr * (step + 1) / self.warmup
         return self.lr * (1 + math.cos(math.pi * (step - self.warmup) / (len(self.steps) - self.warmup))) / 2
 
+    def divisor(self, losses: Sequence[float]) -> float:
+        """What the rate is divided by after these losses on the windows held out, the start's first."""
+        eased = sum(now > _WORSE * losses[0] and now >= before for before, now in pairwise(losses)) if self.eases else 0
+        return _EASED**eased
 
-def make_schedule(windows: Sequence[int], passes: int, batch: int, lr: float, warmup: float, seed: int) -> Schedule:
+
+def make_schedule(
+    windows: Sequence[int], passes: int, batch: int, lr: float, warmup: float, seed: int, eases: bool = False
+) -> Schedule:
     """Every pass takes the windows of these indices in an order of its own, `batch` a step, in its last step what is left."""
     generator = torch.Generator().manual_seed(seed)
     steps: list[tuple[int, ...]] = []
@@ -47,7 +61,7 @@ def make_schedule(windows: Sequence[int], passes: int, batch: int, lr: float, wa
         steps += [tuple(order[first : first + batch]) for first in range(0, len(order), batch)]
     each = max(1, len(steps) // (_LOOKS * passes))
     looks = frozenset({*range(each, len(steps), each), len(steps)})
-    return Schedule(tuple(steps), looks, lr, min(len(steps), math.ceil(warmup * len(steps))))
+    return Schedule(tuple(steps), looks, lr, min(len(steps), math.ceil(warmup * len(steps))), eases)
 
 
 def hold_out(windows: int, share: float, seed: int) -> tuple[list[int], list[int]]:

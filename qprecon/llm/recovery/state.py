@@ -42,9 +42,14 @@ class Course:
                 )
 
     @property
+    def held_out(self) -> list[float]:
+        """The loss at each look; the first is that of the pruned model as it was given."""
+        return [look.loss for _, look in self.looks]
+
+    @property
     def best_place(self) -> int:
-        """Which look has the lowest loss, the first of equals; 0 is the pruned model as it was given."""
-        return min(range(len(self.looks)), key=lambda place: self.looks[place][1].loss)
+        """Which look has the lowest loss, the first of equals."""
+        return self.held_out.index(min(self.held_out))
 
 
 def save_state(journal: Journal | None, course: Course, optimizer: Optimizer, fit: Fit, ranks: Ranks) -> None:

@@ -180,7 +180,7 @@ def train_on(
         with log.phase("train"):
             windows = [run.windows[index] for index in schedule.steps[course.step]]
             course.pending.append(_tried(run, partial(gradients, run.distillation, windows)))
-            move(run.optimizer, run.held, schedule.rate(course.step))
+            move(run.optimizer, run.held, schedule.rate(course.step) / schedule.divisor(course.held_out))
         course.step += 1
         loss = _look(run, held_out).loss if course.step in schedule.looks else None
         log.step("recover", 1, loss=loss)

@@ -189,6 +189,15 @@ def test_the_schedule():
     assert make_schedule([1], 1, 1, 1.0, 0.0, 0).rate(0) == 1.0
 
 
+def test_a_rate_that_proves_too_high_is_lowered():
+    divisor = make_schedule(list(range(40)), 2, 2, 1.0, 0.0, 0, eases=True).divisor
+    assert divisor([]) == divisor([1.0]) == divisor([1.0, 1.2]) == divisor([1.0, 0.9, 1.1, 1.15]) == 1
+    assert divisor([1.0, 1.3]) == divisor([1.0, 1.3, 1.25]) == divisor([1.0, 1.3, 1.1, 0.8]) == 3  # better than the look before
+    assert divisor([1.0, 1.3, 1.3]) == divisor([1.0, 1.3, 1.25, 1.26]) == 9
+    asked_for = make_schedule(list(range(40)), 2, 2, 1.0, 0.0, 0)
+    assert asked_for.divisor([1.0, 2.0, 3.0]) == 1
+
+
 def test_what_is_held_out():
     training, aside = hold_out(128, 0.0625, seed=0)
     assert len(aside) == 8 and sorted(training + aside) == list(range(128)) and aside != list(range(120, 128))

@@ -159,6 +159,20 @@ def test_training_stops_when_it_gains_nothing_on_itself(losses, looks, best, mon
     assert [look["loss"] for look in report.held_out] == list(losses[:looks])
 
 
+@pytest.mark.own
+@pytest.mark.parametrize("lr", [None, 1e-3])
+def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(lr, monkeypatch):
+    model, dense = pair()
+    told, rates, true, move = iter((1.0, 1.1, 1.5, 1.4)), [], steps.look, training.move
+    monkeypatch.setattr(training, "look", lambda *arguments: replace(true(*arguments), loss=next(told, 0.9)))
+    monkeypatch.setattr(training, "move", lambda optimizer, held, rate: rates.append(rate) or move(optimizer, held, rate))
+    report = run(model, dense, passes=4, batch=100, warmup=0.0, lr=lr)
+    cosine = [report.settings["lr"] * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
+    expected = cosine if lr else [*cosine[:2], *(rate / 3 for rate in cosine[2:])]
+    assert rates == pytest.approx(expected, rel=1e-12)
+    assert [note for note in report.warnings if "divided by 3" in note] == ([] if lr else [report.warnings[-1]])
+
+
 def test_weights_that_get_worse_are_not_stored():
     model, dense = pair()
     before = bits(model)
