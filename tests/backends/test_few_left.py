@@ -63,6 +63,32 @@ def test_a_few_that_are_held_up_go_on_alone(rough, share):
     assert solution.iterations[others].max() <= usual.iterations.max() + 6
 
 
+def test_a_few_that_break_down_go_on_in_float64_and_many_with_the_diagonal(monkeypatch):
+    """Whatever the product; in float64 there is nothing wider, and columns that break down there are left the diagonal."""
+    solve, given, broken = pcg._solve, [], []
+
+    def breaking(multiply, apply, chunk, extras):
+        given.append((chunk.start_NK.dtype, chunk.start_NK.shape[1], apply.scaled is None))
+        raw = solve(multiply, apply, chunk, extras)
+        raw.reported_status[broken.pop(0) if broken else []] = "breakdown"
+        return raw
+
+    monkeypatch.setattr(pcg, "_solve", breaking)
+    for words, calls in (
+        ([[3, 70]], [(torch.float64, 2, False)]),
+        ([[3, 70], [1]], [(torch.float64, 2, False), (torch.float32, 1, True)]),
+        ([list(range(65))], [(torch.float32, 65, True)]),
+    ):
+        given.clear()
+        broken[:] = words
+        solution = qprecon.solve(*_problem(), "pcg", damping=0.01)
+        assert solution.optimal.all() and given[1:] == calls and solution.weights.dtype == torch.float32
+    given.clear()
+    broken[:] = [[3, 70]]
+    solution = qprecon.solve(*(x.double() if x.is_floating_point() else x for x in _problem()), "pcg", damping=0.01)
+    assert solution.optimal.all() and given[1:] == [(torch.float64, 2, True)]
+
+
 def test_nobody_leaves_a_problem_of_a_few_columns(rough):
     """Nor one in which all columns are done at about the same time."""
     for k, wrong in ((64, []), (200, [])):
