@@ -39,6 +39,9 @@ took 150 iterations for a column that then broke down, the other one 21 (an H200
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
 over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""
+_LEFT_ALONE = {"cpu": (0.5, 0), "cuda": (0.25, 2**24)}
+"""Once this share of the columns of a chunk of so many numbers goes on, it does so without the others. On a GPU a part of few columns
+is copied in less than an iteration, and small iterations wait for their launches anyway."""
 _PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
 
 
@@ -185,6 +188,7 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     step, best, before = state.step, (0, np.inf), chunk.start_NK.shape[1]
     first_recorded = 2 if before > _FEW else _RECORDED_LATE
+    share, least = _LEFT_ALONE[device]
     for iteration in range(1, limit + 1):
         if iteration == first_recorded and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
@@ -205,9 +209,11 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
-        if device == "cpu":  # on a GPU the copies would cost more than the columns
-            out, state = leave_finished(out, state)
-            step = state.step
+        width = state.x_NK.shape[1]
+        if left <= share * width and state.x_NK.shape[0] * width >= least:
+            out, state = leave_finished(out, state, share, 1 if device == "cpu" else _ALIGNMENT)
+            if state.x_NK.shape[1] < width:
+                step, first_recorded = state.step, iteration + _RECORDED_LATE
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)
