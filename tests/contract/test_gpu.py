@@ -133,7 +133,7 @@ def test_an_iteration_in_kernels_is_that_of_plain_operations(kind):
 
 @KINDS
 def test_columns_that_go_on_alone_in_kernels_go_on_as_before(kind):
-    """In the middle of a run, from what was made for all: the same up to the order of a product's sums, which its width may change."""
+    """In the middle of a run, from what was made for all; only the order of a product's sums may change with its width."""
     from qprecon.backends._pcg.scalars import Scalars
     from qprecon.backends._pcg.state import State, leave_finished
 
