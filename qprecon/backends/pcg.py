@@ -40,8 +40,8 @@ _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
 over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""
 _LEFT_ALONE = {"cpu": (0.5, 0), "cuda": (0.25, 2**24)}
-"""Once this share of the columns of a chunk of so many numbers goes on, it does so without the others. On a GPU a part of few columns
-is copied in less than an iteration, and small iterations wait for their launches anyway."""
+"""Once this share of the columns of a chunk of so many numbers goes on, it does so without the others. On a GPU a few columns are
+copied in less than an iteration, and small iterations wait for their launches anyway."""
 _PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
 
 
