@@ -56,11 +56,11 @@ BAD = [
     ("upper of -inf", {"upper": -np.inf}, ValueError, r"^upper is -inf"),
     ("warm_start of other shape", {"warm_start": np.ones((2, 2))}, ValueError, r"^warm_start has shape \(2, 2\)"),
     *[
-        (f"warm_start of {x}", {"warm_start": np.array([[0, 0], [0, x], [x, 0]])}, ValueError, f"^warm_start is {x} at input 2, .* 0,")
+        (f"warm_start of {x}", {"warm_start": np.array([[0, 0], [0, x], [x, 0]])}, ValueError, f"^warm_start is {x} at input 2")
         for x in (np.nan, np.inf, -np.inf)
     ],
-    ("warm_start beyond float32", {"warm_start": 1e300 * W, "dtype": "float32"}, ValueError, r"^warm_start is 1e\+300 .* in float32"),
-    *[(f"constant of {x}", {"rhs": W, "constant": np.array([1, x])}, ValueError, r"^constant is .* finite") for x in (np.nan, np.inf)],
+    ("warm_start beyond float32", {"warm_start": 1e300 * W, "dtype": "float32"}, ValueError, r"^warm_start is 1e.* in float32"),
+    *[(f"constant of {x}", {"rhs": W, "constant": np.full(2, x)}, ValueError, r"^constant is .* finite") for x in (np.nan, np.inf)],
     ("constant of one number", {"rhs": W, "constant": 1.0}, ValueError, r"^constant has shape \(\), one number a column"),
     ("negative damping", {"damping": -0.1}, ValueError, r"^damping must be finite and not negative"),
     ("NaN damping", {"damping": np.nan}, ValueError, r"^damping must be"),

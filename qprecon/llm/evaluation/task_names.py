@@ -34,7 +34,10 @@ def tasks_folder() -> Path | None:
 
 
 def nowhere_named(names: Sequence[str]) -> tuple[list[str], frozenset[str]]:
-    """Those of `names` that no file of lm-eval has, and for messages the tasks and groups that have a file. ImportError as above."""
+    """Those of `names` that no file of lm-eval has, and for messages the tasks and groups that have one of their own.
+
+    ImportError as above.
+    """
     folder = tasks_folder()
     return ([], frozenset()) if folder is None else _nowhere_named(tuple(names), folder)
 
