@@ -147,10 +147,15 @@ def _cells(rows: Sequence[Row], patterns: Sequence[str]) -> list[str]:
     return [perplexities([row for row in rows if row["pattern"] == pattern]) for pattern in patterns]
 
 
+def _scored(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """The accuracies of the row at 50 % or of the dense model."""
+    return next((row["accuracy"] for row in rows if row["pattern"] in ("50%", "dense") and "accuracy" in row), None)
+
+
 def _average(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """The accuracy, with its mean over the six tasks, of the row at 50 % or of the dense model."""
-    found = [row["accuracy"] for row in rows if row["pattern"] in ("50%", "dense") and "accuracy" in row]
-    return found[0] if found and found[0]["average"] is not None else None
+    """These, with their mean, where all six tasks were run."""
+    found = _scored(rows)
+    return found if found and found["average"] is not None else None
 
 
 def _accuracies(rows: Sequence[Row], dense: Sequence[Row]) -> list[str]:
@@ -168,12 +173,18 @@ def _about_accuracies(rows: Sequence[Row]) -> str:
     limit = "" if known["limit"] is None else f", the first {known['limit']} items of each task and of each of MMLU's subjects"
     words = f" Tasks: mean zero-shot accuracy of {', '.join(known['tasks'])} at 50 %, in %{limit}; standard error "
     words += f"{100 * max(each['stderr'] for each in found if each):.1f}."
-    before, after = found[-2:]
-    if before and after:
-        change, error = after["average"] - before["average"], math.hypot(before["stderr"], after["stderr"])
-        verdict = "more than" if abs(change) > 2 * error else "less than"
-        words += f" Recovery changes it by {100 * change:+.1f}, {verdict} two standard errors of a difference."
-    return words
+    before, after = (_scored(_of(rows, *kind)) for kind in KINDS[-2:])
+    return words + (_changed(before["tasks"], after["tasks"]) if before and after else "")
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What recovery does to the mean over the tasks that both have."""
+    both = [task for task in before if task in after]
+    change = sum(after[task]["acc"] - before[task]["acc"] for task in both) / len(both)
+    error = math.sqrt(sum(each[task]["stderr"] ** 2 for task in both for each in (before, after))) / len(both)
+    verdict = "more than" if abs(change) > 2 * error else "less than"
+    over = "" if len(both) == len(before) else f" (mean of {', '.join(both)})"
+    return f" Recovery changes it by {100 * change:+.1f}{over}, {verdict} two standard errors of a difference."
 
 
 def _dates(rows: Sequence[Row]) -> str:

@@ -165,7 +165,7 @@ def column_norms(a_NK: Array, order: float = 2) -> Array:
 
 def take_columns(a_NK: Array, index: Array) -> Array:
     """Some columns, row by row in memory: numpy's own ``a[:, index]`` comes out column by column, which slows what follows."""
-    return a_NK[:, index] if kind_of(a_NK) == "torch" else np.take(a_NK, index, axis=1)
+    return a_NK.index_select(1, index) if kind_of(a_NK) == "torch" else np.take(a_NK, index, axis=1)
 
 
 @contextlib.contextmanager

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, device_type, like, namespace
+from ..arrays.interop import Array, cast, device_type, dtype_name, like, namespace
 from ..arrays.linalg import column_dots
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._pcg import precondition as precondition
 from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInPieces
-from ._pcg.product import Full, chosen_precision, product
+from ._pcg.product import Full, Narrow, chosen_precision, product
 from ._pcg.recorded import recorded
 from ._pcg.state import State, leave_finished
 from ._pcg.vectors import vectors
@@ -39,6 +39,9 @@ took 150 iterations for a column that then broke down, the other one 21 (an H200
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
 over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""
+_LEFT_ALONE = {"cpu": (0.5, 0), "cuda": (0.25, 2**24)}
+"""Once this share of the columns of a chunk of so many numbers goes on, it does so without the others. On a GPU a few columns are
+copied in less than an iteration, and small iterations wait for their launches anyway."""
 _PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
 
 
@@ -114,10 +117,10 @@ def prepare(system: System, options: Options) -> SolveChunk:
         apply = precondition.for_columns(shared, chunk.mask_NK, tall) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
         again = functools.partial(_again, system.hessian_NN, shared, chunk)
-        if precision == "bf16":
-            raw = again(raw, (_FEW_LEFT, "breakdown"), "few_columns")
+        if precision == "bf16" or (shared and dtype_name(chunk.start_NK) == "float32"):
+            raw = again(raw, (_FEW_LEFT, "breakdown"), "few_columns", None if precision == "bf16" else _FEW)
         if shared:
-            raw = again(raw, ("breakdown",), "jacobi_columns")
+            raw = again(raw, ("breakdown",), "jacobi_columns", None)
         return RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)
 
     return solve_chunk
@@ -140,29 +143,38 @@ def _padded(chunk: Chunk) -> Chunk:
 
 
 def _again(
-    hessian_NN: Array, shared: precondition.LowRank | None, chunk: Chunk, raw: RawColumns, words: tuple[str, ...], kind: str
-) -> RawColumns:
-    """The columns with these words go on alone, with the full product and from a residual made anew by it; "jacobi_columns" with
-    the diagonal alone for a preconditioner, which is positive whatever the rounding."""
+    hessian_NN: Array, shared: precondition.LowRank | None, chunk: Chunk,
+    raw: RawColumns, words: tuple[str, ...], kind: str, at_most: int | None,
+) -> RawColumns:  # fmt: skip
+    """The columns with these words, if they are no more than `at_most`, go on alone, with the full product and from a residual
+    made anew by it.
+
+    "few_columns": in float64 but for the product, if they are few indeed; "jacobi_columns": with the diagonal alone for a
+    preconditioner, which is positive whatever the rounding.
+    """
     chosen = np.flatnonzero(np.logical_or.reduce([raw.reported_status == word for word in words]))
-    if not len(chosen):
+    if not len(chosen) or (at_most is not None and len(chosen) > at_most):
         return raw
     most = chunk.max_iterations
     most = None if most is None else max(1, most - int(raw.iterations[chosen].max()))
-    at, jacobi = like(chosen, hessian_NN), kind == "jacobi_columns"
+    at, wide = like(chosen, hessian_NN), kind == "few_columns" and len(chosen) <= _FEW
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
     rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
     gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
+    fit = lambda x: cast(x, "float64") if wide else x  # noqa: E731
     part = Chunk(
-        chunk.weights_NK[:, at], chunk.mask_NK[:, at], raw.weights_NK[:, at], rest_NK,
-        chunk.start_objective_K[at] - gained_K, chunk.improved_K[at] + gained_K,
+        chunk.weights_NK[:, at], chunk.mask_NK[:, at], fit(raw.weights_NK[:, at]), fit(rest_NK),
+        fit(chunk.start_objective_K[at] - gained_K), fit(chunk.improved_K[at] + gained_K),
         None if chunk.linear_NK is None else chunk.linear_NK[:, at],
         tolerance=chunk.tolerance, max_iterations=most, deadline=chunk.deadline,
     )  # fmt: skip
-    part = _padded(part)
-    apply = precondition.jacobi(hessian_NN) if jacobi or shared is None else precondition.for_columns(shared, part.mask_NK)
-    more = _solve(Full(hessian_NN), apply, part, {})
-    raw.weights_NK[:, at] = more.weights_NK[:, : len(chosen)]
+    if wide:
+        more = _solve(Narrow(hessian_NN), precondition.for_few_columns(shared, part.mask_NK), part, {})
+    else:
+        part = _padded(part)
+        apply = precondition.jacobi(hessian_NN) if kind == "jacobi_columns" else precondition.for_columns(shared, part.mask_NK)
+        more = _solve(Full(hessian_NN), apply, part, {})
+    raw.weights_NK[:, at] = cast(more.weights_NK[:, : len(chosen)], dtype_name(raw.weights_NK))
     raw.reported_status[chosen] = more.reported_status[: len(chosen)]
     raw.iterations[chosen] += more.iterations[: len(chosen)]
     return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, kind: len(chosen)})
@@ -176,6 +188,7 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
     step, best, before = state.step, (0, np.inf), chunk.start_NK.shape[1]
     first_recorded = 2 if before > _FEW else _RECORDED_LATE
+    share, least = _LEFT_ALONE[device]
     for iteration in range(1, limit + 1):
         if iteration == first_recorded and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
@@ -196,9 +209,11 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
-        if device == "cpu":  # on a GPU the copies would cost more than the columns
-            out, state = leave_finished(out, state)
-            step = state.step
+        width = state.x_NK.shape[1]
+        if left <= share * width and state.x_NK.shape[0] * width >= least:
+            out, state = leave_finished(out, state, share, 1 if device == "cpu" else _ALIGNMENT)
+            if state.x_NK.shape[1] < width:
+                step, first_recorded = state.step, iteration + _RECORDED_LATE
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)

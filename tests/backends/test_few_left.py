@@ -1,5 +1,6 @@
 """Columns that a rough product holds up: they go on alone, and the others do not wait for them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,6 +62,45 @@ def test_a_few_that_are_held_up_go_on_alone(rough, share):
     assert set(widths) == {256} and len(widths) <= usual.iterations.max() + 9
     others = [column for column in range(200) if column not in (7, 150)]
     assert solution.iterations[others].max() <= usual.iterations.max() + 6
+
+
+def test_those_that_go_on_do_so_without_the_others(rough, monkeypatch):
+    """Columns that keep three inputs take three iterations. In widths of a GPU's tiles, with finished ones for a filling."""
+    monkeypatch.setitem(pcg._LEFT_ALONE, "cuda", (0.5, 0))
+    h_NN, w_NK, mask_NK = _problem()
+    mask_NK[3:, torch.arange(200) % 3 > 0] = False
+    usual = qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01)
+    widths = rough([], 0.0)
+    solution = qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01)
+    assert solution.optimal.all() and widths[:4] == [256, 256, 256, 128] and widths == sorted(widths, reverse=True)
+    assert (solution.iterations <= usual.iterations + 3).all() and (solution.iterations[1::3] <= 3).all()
+    np.testing.assert_allclose(solution.objective, usual.objective, rtol=1e-4)
+
+
+def test_a_few_that_break_down_go_on_in_float64_and_many_with_the_diagonal(monkeypatch):
+    """Whatever the product; in float64 there is nothing wider, and columns that break down there are left the diagonal."""
+    solve, given, broken = pcg._solve, [], []
+
+    def breaking(multiply, apply, chunk, extras):
+        given.append((chunk.start_NK.dtype, chunk.start_NK.shape[1], apply.scaled is None))
+        raw = solve(multiply, apply, chunk, extras)
+        raw.reported_status[broken.pop(0) if broken else []] = "breakdown"
+        return raw
+
+    monkeypatch.setattr(pcg, "_solve", breaking)
+    for words, calls in (
+        ([[3, 70]], [(torch.float64, 2, False)]),
+        ([[3, 70], [1]], [(torch.float64, 2, False), (torch.float32, 1, True)]),
+        ([list(range(65))], [(torch.float32, 65, True)]),
+    ):
+        given.clear()
+        broken[:] = words
+        solution = qprecon.solve(*_problem(), "pcg", damping=0.01)
+        assert solution.optimal.all() and given[1:] == calls and solution.weights.dtype == torch.float32
+    given.clear()
+    broken[:] = [[3, 70]]
+    solution = qprecon.solve(*(x.double() if x.is_floating_point() else x for x in _problem()), "pcg", damping=0.01)
+    assert solution.optimal.all() and given[1:] == [(torch.float64, 2, True)]
 
 
 def test_nobody_leaves_a_problem_of_a_few_columns(rough):

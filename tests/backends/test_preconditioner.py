@@ -33,6 +33,28 @@ def test_it_inverts_the_kept_block(monkeypatch, slab):
         np.testing.assert_allclose(z_NK[kept, j], np.linalg.solve(c_NN[np.ix_(kept, kept)], residual_NK[kept, j]), rtol=1e-6)
 
 
+def test_for_few_columns_it_is_exact_where_float32_is_not():
+    """Four directions are far above all others, and the residual lies in them: C⁻¹r is what is left of numbers that cancel."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 64)) + 300.0 * rng.standard_normal((400, 4)) @ rng.standard_normal((4, 64))
+    h_NN = (x.T @ x).astype(np.float32)
+    shared = precondition.low_rank(h_NN, 1.0, 8, 1)
+    mask_NK = rng.random((64, 3)) > 0.3
+    residual_NK = mask_NK * (h_NN @ (mask_NK * rng.standard_normal((64, 3)))).astype(np.float32)
+    c_NN = shared.factor_Nr.astype(float) @ shared.factor_Nr.T.astype(float) + np.diag(shared.diagonal_N.astype(float))
+    exact_NK = np.zeros((64, 3))
+    for j in range(3):
+        kept = np.flatnonzero(mask_NK[:, j])
+        exact_NK[kept, j] = np.linalg.solve(c_NN[np.ix_(kept, kept)], residual_NK[kept, j])
+
+    def error(operator):
+        wrong_NK = applied(operator, residual_NK.astype(operator.inverse_diagonal_N1.dtype), mask_NK) - exact_NK
+        return np.abs(wrong_NK).max() / np.abs(exact_NK).max()
+
+    assert error(precondition.for_few_columns(shared, mask_NK)) < 1e-8
+    assert error(precondition.for_columns(shared, mask_NK)) > 1e-3
+
+
 def test_the_low_rank_lies_below_h_and_takes_its_large_part():
     h_NN, _, shared, _ = layer()
     rest_NN = h_NN - 0.1 * np.eye(len(h_NN)) - shared.factor_Nr @ shared.factor_Nr.T

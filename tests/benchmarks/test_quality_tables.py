@@ -14,7 +14,10 @@ CARD = {
 
 
 def accuracy(average, stderr=0.004, limit=None):
-    return {"average": average, "stderr": stderr, "limit": limit, "tasks": {"mmlu": {}, "piqa": {}}}
+    """Of two tasks, one a hundredth above the mean and one below."""
+    each = stderr * 2**0.5
+    tasks = {name: {"acc": average + off, "stderr": each} for name, off in (("mmlu", 0.01), ("piqa", -0.01))}
+    return {"average": average, "stderr": stderr, "limit": limit, "tasks": tasks}
 
 
 def row(preset, pattern, values, recovered=False, calibration="wikitext2", **more):
@@ -61,6 +64,12 @@ def test_gemma_with_accuracies(tables):
     rows[-1]["accuracy"] = accuracy(0.365, limit=100)
     (folder / "quality_gemma-3-270m.json").write_text(json.dumps(rows))
     assert "-0.5, less than two standard errors" in quality.others()
+    del rows[-1]["accuracy"]["tasks"]["mmlu"]
+    rows[-1]["accuracy"] |= {"average": None, "stderr": None}
+    (folder / "quality_gemma-3-270m.json").write_text(json.dumps(rows))
+    text = quality.others()
+    assert "| `best`, then `recover` | 22.00 / 32.00 | – | – |" in text
+    assert "-0.5 (mean of piqa), less than two standard errors" in text
 
 
 def test_a_model_of_code_without_tasks(tables):

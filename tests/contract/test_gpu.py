@@ -132,6 +132,34 @@ def test_an_iteration_in_kernels_is_that_of_plain_operations(kind):
 
 
 @KINDS
+def test_columns_that_go_on_alone_in_kernels_go_on_as_before(kind):
+    """In the middle of a run, from what was made for all; only the order of a product's sums may change with its width."""
+    from qprecon.backends._pcg.scalars import Scalars
+    from qprecon.backends._pcg.state import State, leave_finished
+
+    r_NK, kernels, _ = _iteration(kind)
+    goal, scalars, x_NK = _goal(r_NK), Scalars.zeros(r_NK), torch.zeros_like(r_NK)
+    state = State(goal, kernels, x_NK, r_NK, kernels.begin(r_NK, scalars, goal), scalars)
+    for _ in range(4):
+        state.step()
+    scalars.active_K &= torch.arange(192, device="cuda") % 4 == 1
+    out, narrow = leave_finished(None, state, 0.5, 64)
+    assert out is not None and narrow.x_NK.shape == (len(r_NK), 64) and narrow.x_NK.is_contiguous()
+    for _ in range(3):
+        state.step()
+        narrow.step()
+    going = np.arange(1, 192, 4)
+    at = torch.as_tensor(np.searchsorted(out.running, going), device="cuda")
+    for name in ("x_NK", "r_NK", "p_NK"):
+        wide, alone = getattr(state, name)[:, torch.as_tensor(going, device="cuda")], getattr(narrow, name)[:, at]
+        assert (wide - alone).norm() <= 1e-3 * wide.norm(), name
+    assert torch.equal(narrow.scalars.iterations_K[at], torch.full((48,), 7, dtype=torch.int32, device="cuda"))
+    before = x_NK.clone()
+    out.put(narrow, "")
+    assert out.x_NK is x_NK and (x_NK - before).norm() <= 1e-3 * x_NK.norm()
+
+
+@KINDS
 @pytest.mark.parametrize("is_gain", [False, True])
 def test_kernels_look_at_columns_as_the_host_would(kind, is_gain):
     """After every third iteration; how far the worst column is from its goal is known to float32."""

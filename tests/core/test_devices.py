@@ -92,6 +92,10 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
     project, expand = (["_thin"], ["_thin", "_thin"]) if split else ([], [])
     assert names == [*project, "_curvature", "_alpha", "_advance", *expand, "_dot_z", "_beta", "_turn"]
     assert not any(event.self_cpu_memory_usage > 0 for event in seen.key_averages()) and len(seen.key_averages())
+    monkeypatch.setattr(module, "pieces", lambda x_NK, out=None: None)  # a function of the kernels' module, which launches one
+    narrow = fused.take(torch.tensor([1, 3]), p_NK[:, [1, 3]])
+    narrow.step(x_NK[:, :2], r_NK[:, :2], p_NK[:, :2], scalars.take(torch.tensor([1, 3])))
+    assert [name for name, _, _ in launches[before:]] == 2 * names and narrow.q_NK.shape == (8, 2)
     for name, device, arguments in launches:
         assert {device} == {x.device for x in arguments if isinstance(x, torch.Tensor)}, name
 

@@ -28,6 +28,16 @@ class Fused:
         self.mask_NK, self.multiply, self.apply = mask_NK.contiguous(), multiply, apply
         self.split = self.is_rough = isinstance(multiply, Split)
 
+    def take(self, index: torch.Tensor, p_NK: torch.Tensor) -> Fused:
+        """For some of the columns, between two iterations; ``p_NK``: their directions."""
+        narrow = Fused(self.mask_NK.index_select(1, index), self.multiply, self.apply.take(index))
+        narrow.goal = self.goal.take(index)
+        narrow._make_room(p_NK)
+        narrow.far_K.copy_(self.far_K[index])
+        if narrow.split:
+            pieces(p_NK, narrow.pieces_M3K[: len(p_NK)])
+        return narrow
+
     def begin(self, r_NK: torch.Tensor, scalars: Scalars, goal: Goal) -> torch.Tensor:
         """First direction p, a new array; sets rz and active."""
         p_NK, self.goal = torch.zeros_like(r_NK), goal

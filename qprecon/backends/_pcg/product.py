@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays.interop import Array, device_type, dtype_name
+from ...arrays.interop import Array, cast, device_type, dtype_name
 from .factor import FactorInPieces
 
 
@@ -22,6 +22,16 @@ class Full:
 
     def __call__(self, p_NK: Array) -> Array:
         return self.hessian_NN @ p_NK
+
+
+@dataclass(frozen=True, eq=False)
+class Narrow:
+    """The product in the dtype of H with vectors in a wider one."""
+
+    hessian_NN: Array
+
+    def __call__(self, p_NK: Array) -> Array:
+        return cast(self.hessian_NN @ cast(p_NK, dtype_name(self.hessian_NN)), dtype_name(p_NK))
 
 
 @dataclass(frozen=True, eq=False)

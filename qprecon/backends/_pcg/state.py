@@ -29,18 +29,19 @@ class Out:
         self.words[self.running], self.iterations[self.running] = state.report(status)
 
 
-def leave_finished(out: Out | None, state: State) -> tuple[Out | None, State]:
-    """Once half of the columns are done, go on with the others alone."""
-    active = np.flatnonzero(to_numpy(state.scalars.active_K))
-    width = state.x_NK.shape[1]
-    if 2 * len(active) > width:
+def leave_finished(out: Out | None, state: State, share: float, alignment: int = 1) -> tuple[Out | None, State]:
+    """Once no more than this share of the columns goes on, they do so alone; finished ones fill a width up to a multiple."""
+    active_K = to_numpy(state.scalars.active_K)
+    width, wanted = len(active_K), -(-int(active_K.sum()) // alignment) * alignment
+    if wanted > share * width:
         return out, state
     if out is None:
-        xp = namespace(state.x_NK)
-        out = Out(xp.empty_like(state.x_NK), filled(width, ""), np.zeros(width, np.int64), np.arange(width))
-    out.put(state, "")
-    out.running = out.running[active]
-    return out, state.take(like(active, state.x_NK))
+        out = Out(state.x_NK, *state.report(""), np.arange(width))
+    else:
+        out.put(state, "")
+    chosen = np.sort(np.argsort(~active_K, kind="stable")[:wanted])
+    out.running = out.running[chosen]
+    return out, state.take(like(chosen, state.x_NK))
 
 
 @dataclass(eq=False)
@@ -70,8 +71,8 @@ class State:
 
     def take(self, index: Array) -> State:
         """Only some of the columns."""
-        vectors_NK = (take_columns(x_NK, index) for x_NK in (self.x_NK, self.r_NK, self.p_NK))
-        return State(self.goal.take(index), self.ops.take(index), *vectors_NK, self.scalars.take(index))
+        x_NK, r_NK, p_NK = (take_columns(a_NK, index) for a_NK in (self.x_NK, self.r_NK, self.p_NK))
+        return State(self.goal.take(index), self.ops.take(index, p_NK), x_NK, r_NK, p_NK, self.scalars.take(index))
 
     def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
         """A word for each column, ``status`` for those still active, and their iterations."""

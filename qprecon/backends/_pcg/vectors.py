@@ -28,8 +28,8 @@ class Plain:
     apply: Any
     takes_no_memory = is_rough = False
 
-    def take(self, index: Array) -> Plain:
-        """For some of the columns."""
+    def take(self, index: Array, p_NK: Array) -> Plain:
+        """For some of the columns; ``p_NK``: their directions, which kernels hold in pieces too."""
         return Plain(take_columns(self.mask_NK, index), self.multiply, self.apply.take(index))
 
     def begin(self, r_NK: Array, scalars: Scalars, goal: Goal) -> Array:
