@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_recover(flags, text, alone=launched_rank() is None)
     with no_collection(for_good=True):
         from qprecon.llm import recover
+        from qprecon.llm.recovery.report import NO_GAIN
         from qprecon.llm.storage.output import partial_folder
     try:
         with launched(flags.get("device"), flags.get("rank_timeout", RecoveryRun.rank_timeout)):
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise type(stop)("the same command goes on after the last state that was kept") from stop
     if arguments.quiet and not report.best_step and not is_silent():
-        print("qprecon: no step made the model better: the weights are those that it had", file=sys.stderr)
+        print(f"note: {NO_GAIN}", file=sys.stderr)
     if not arguments.quiet and not is_silent():
         print(report.summary())
         print(f"the recovered model and its report are in {flags['out']}")

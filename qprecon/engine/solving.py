@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ..arrays.checksum import bits
-from ..arrays.interop import Array, cast, describe_device, from_core, synchronize
+from ..arrays.interop import Array, cast, describe_device, from_core, namespace, synchronize, to_numpy
 from ..arrays.linalg import exact_float32
 from ..contract import registry
 from ..contract.interface import Backend
@@ -177,4 +179,17 @@ def _check_warm_start(warm_start: Array | None, problem: ColumnQP, dtype: str) -
     warm_NK = floating(warm_start, problem.place, "warm_start")
     if tuple(warm_NK.shape) != tuple(problem.weights_NK.shape):
         raise ValueError(f"warm_start has shape {tuple(warm_NK.shape)}, W has {tuple(problem.weights_NK.shape)}")
-    return cast(warm_NK, dtype)
+    with numbers_may_fail():  # said here
+        narrow_NK = cast(warm_NK, dtype)
+    wrong_NK = ~namespace(narrow_NK).isfinite(narrow_NK) & problem.mask_NK
+    if bool(wrong_NK.any()):
+        _refuse_start(warm_NK, to_numpy(wrong_NK) & ~problem.invalid_columns(), dtype)
+    return narrow_NK
+
+
+def _refuse_start(warm_NK: Array, wrong_NK: np.ndarray, dtype: str) -> None:
+    """ValueError for the first column with a start that no weight can be. A column that cannot be solved anyway is left to its
+    status: what an earlier solve made of it is a usual start."""
+    if wrong_NK.any():
+        j, i = (int(x[0]) for x in np.nonzero(wrong_NK.T))
+        raise ValueError(f"warm_start is {float(warm_NK[i, j]):g} at input {i}, column {j}, which no weight in {dtype} can be")

@@ -117,7 +117,7 @@ def _warnings(run: Run) -> list[str]:
 def _tiles(run: Run) -> list[tuple[str, str]]:
     tiles = [
         (f"{run.report.sparsity:.2%}", "zeros in the pruned layers"),
-        (f"{run.report.model_sparsity:.2%}", "zeros in the whole model"),
+        (f"{run.report.model_sparsity:.2%}", f"zeros in the whole model{run.report.were_zero}"),
         (f"{run.mean('error_masked'):.3g} → {run.mean('error_stored'):.3g}", "mean relative error: mask alone → as stored"),
     ]
     if run.columns:

@@ -60,6 +60,7 @@ REFUSED = {
     "eval MUTE --text builtin": "has no tokenizer",
     "eval ./nowhere --text builtin": "no such model folder: ./nowhere",
     "eval M --tasks PIQA": "did you mean 'piqa'?",
+    "eval M --tasks piqaa": "did you mean 'piqa'",
     "eval M --tasks piqq --data-dir FOLDER": "did you mean 'piqa'?",
     "eval M --tasks piqa --data-dir nowhere": "no such folder: nowhere",
     "eval M --tasks piqa --data-dir FOLDER": "has none of piqa_valid",

@@ -55,6 +55,13 @@ BAD = [
     ("lower of inf", {"lower": np.inf}, ValueError, r"^lower is \+?inf"),
     ("upper of -inf", {"upper": -np.inf}, ValueError, r"^upper is -inf"),
     ("warm_start of other shape", {"warm_start": np.ones((2, 2))}, ValueError, r"^warm_start has shape \(2, 2\)"),
+    *[
+        (f"warm_start of {x}", {"warm_start": np.array([[0, 0], [0, x], [x, 0]])}, ValueError, f"^warm_start is {x} at input 2")
+        for x in (np.nan, np.inf, -np.inf)
+    ],
+    ("warm_start beyond float32", {"warm_start": 1e300 * W, "dtype": "float32"}, ValueError, r"^warm_start is 1e.* in float32"),
+    *[(f"constant of {x}", {"rhs": W, "constant": np.full(2, x)}, ValueError, r"^constant is .* finite") for x in (np.nan, np.inf)],
+    ("constant of one number", {"rhs": W, "constant": 1.0}, ValueError, r"^constant has shape \(\), one number a column"),
     ("negative damping", {"damping": -0.1}, ValueError, r"^damping must be finite and not negative"),
     ("NaN damping", {"damping": np.nan}, ValueError, r"^damping must be"),
     *[(f"damping {x!r}", {"damping": x}, ValueError, r"^damping must be a number") for x in ("little", "0.01", None)],
@@ -107,6 +114,20 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
     """Every bad input is an error of its documented type that names the argument."""
     with pytest.raises(error, match=message):
         qprecon.solve(**{"H": H, "W": W, "mask": MASK} | change)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+def test_a_start_that_is_not_finite_matters_only_where_it_is_used(kind: Any) -> None:
+    """Not where the mask has no weight, nor in a column that has no answer anyway: that is how an earlier solution leaves it."""
+    weights, mask, start = W.copy(), MASK.copy(), 2 * W
+    weights[0, 0], start[0, 0] = np.nan, np.nan
+    mask[1, 1], start[1, 1] = False, np.inf
+    found = qprecon.solve(kind(H), kind(weights), kind(mask), damping=0.01, warm_start=kind(start))
+    assert list(found.status) == [Status.INVALID_INPUT, Status.OPTIMAL]
+    again = qprecon.solve(kind(H), kind(weights), kind(mask), damping=0.01, warm_start=found.weights)
+    assert list(again.status) == [Status.INVALID_INPUT, Status.OPTIMAL]
+    with pytest.raises(ValueError, match="^warm_start is inf at input 1, column 1"):
+        qprecon.solve(kind(H), kind(weights), kind(MASK), damping=0.01, warm_start=kind(start))
 
 
 @pytest.mark.filterwarnings("error")

@@ -11,10 +11,12 @@ from qprecon.contract.options import is_whole
 from qprecon.files import local_path
 from qprecon.llm.calibration.texts import checked_name
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_file
+from qprecon.llm.evaluation.task_names import nowhere_named, tasks_folder
 from qprecon.llm.files.folders import check_tokenizer
 from qprecon.llm.settings.beforehand import check_device, check_model
 
 ALIASES = {"lambada": "lambada_openai"}
+HUB = "It is none of lm-eval's tasks and groups"
 
 
 def check_evaluation(
@@ -46,7 +48,8 @@ def check_asked(
 
 
 def named_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None) -> list[str]:
-    """The tasks' names. ValueError, FileNotFoundError: names without a task, or without a file in `data_dir`; a bad limit."""
+    """The tasks' names. ValueError, FileNotFoundError: names that cannot be a task, or without a file in `data_dir`; a bad limit.
+    ImportError: no lm-eval."""
     words = [word.strip() for part in ([tasks] if isinstance(tasks, str) else tasks) for word in part.split(",")]
     names = list(dict.fromkeys(ALIASES.get(word, word) for word in words if word))
     if not names:
@@ -57,8 +60,11 @@ def named_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = Non
         check_known(names, LOCAL_TASKS, f"From local files: {', '.join(LOCAL_TASKS)}")
         for name in names:
             local_file(name, data_dir)
+        tasks_folder()
     elif upper := [name for name in names if name not in LOCAL_TASKS and name.lower() in LOCAL_TASKS]:
         raise ValueError(f"unknown task {upper[0]!r}; did you mean {upper[0].lower()!r}?")
+    elif (unknown := nowhere_named(names))[0]:
+        check_known(unknown[0], unknown[1], HUB)
     return names
 
 

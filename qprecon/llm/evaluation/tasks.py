@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qprecon.llm.calibration.capture import evaluation_mode
-from qprecon.llm.evaluation.asked import check_known, named_tasks
+from qprecon.llm.evaluation.asked import HUB, check_known, named_tasks
 from qprecon.llm.evaluation.likelihoods import log_likelihoods
 from qprecon.llm.evaluation.local_tasks import local_rows, local_task
 from qprecon.llm.evaluation.scores import TaskScores, task_score
@@ -31,7 +31,6 @@ from qprecon.llm.reporting.progress import progress_mode
 def check_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None) -> list[str]:
     """The tasks' names; ImportError, ValueError and FileNotFoundError as `evaluate_tasks` raises them."""
     names = named_tasks(tasks, data_dir=data_dir, limit=limit)
-    _need_lm_eval()
     if data_dir is None:
         _check_hub_names(names)
     else:
@@ -43,7 +42,7 @@ def check_tasks(tasks: str | Sequence[str], *, data_dir: str | Path | None = Non
 def _check_hub_names(names: Sequence[str]) -> None:
     with _quiet(hide_bars=False):
         manager = _task_manager(True)
-    check_known(names, manager.all_tasks, f"It is none of lm-eval's {len(manager.all_tasks):,} tasks and groups")
+    check_known(names, manager.all_tasks, HUB)
     if tags := [name for name in names if name in manager.all_tags]:
         raise ValueError(f"{tags[0]!r} is lm-eval's word for several tasks, which have no score together: give their names")
 
@@ -174,15 +173,6 @@ def _remembering(encode: Callable[..., list[int]]) -> Callable[..., list[int]]:
     is most of what MMLU takes beside the model."""
     remembered = functools.lru_cache(maxsize=64)(lambda *args, **more: tuple(encode(*args, **more)))
     return lambda *args, **more: list(remembered(*args, **more))
-
-
-def _need_lm_eval() -> None:
-    try:
-        import lm_eval  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ImportError("tasks need lm-eval: pip install 'qprecon[eval]'") from error
 
 
 @contextlib.contextmanager

@@ -177,6 +177,19 @@ def load_tokenizer(model: str | Path, needed_by: str | None = None) -> Any:
         return None
 
 
+class HasTokenizer:
+    """A model that was found, and its tokenizer. own_tokenizer: whether that is of the model's folder, whose files go into the
+    output as they are."""
+
+    tokenizer: Any
+    own_tokenizer: bool
+
+    @property
+    def given_tokenizer(self) -> Any:
+        """That which the output has in place of the files of the model's folder; None if there is none."""
+        return None if self.own_tokenizer else self.tokenizer
+
+
 @contextmanager
 def _in_silence() -> Iterator[None]:
     """In this context transformers logs nothing: we ask for what it found, and raise an error of one line."""

@@ -82,8 +82,8 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class Draft:
-    """A row, or a part of one, whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite;
-    float64 (7,), sums over columns.
+    """A row, or a part of one, whose figures are on the device: energies (dense, masked, updated, stored), zeros, kept, finite,
+    zeros before; float64 (8,), sums over columns.
 
     mask: the bits of the mask that was used (`masks.packed`), scales: of low-bit weights, each if the method keeps them.
     """
@@ -115,8 +115,9 @@ def draft_rows(
     stored_NK: torch.Tensor,
     method: Method,
     remarks: Sequence[Remark],
+    zeros_before: Sequence[torch.Tensor],
 ) -> list[Draft]:
-    """A draft for each part of a group. stored_NK: what its layers hold, (N, K)."""
+    """A draft for each part of a group. stored_NK: what its layers hold, (N, K); zeros_before: a number each."""
     mask_NK, solution, stored = rebuilt.mask_NK, rebuilt.solution, rebuilt.stored
     energy = Energy(prepared.hessian.hessian_NN)
     narrow = all(part.view.dtype == torch.bfloat16 for part in parts)
@@ -126,7 +127,7 @@ def draft_rows(
     figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
     figures_7K = torch.stack([row.double() for row in figures])
     drafts, first = [], 0
-    for part, remark in zip(parts, remarks, strict=True):
+    for part, remark, before in zip(parts, remarks, zeros_before, strict=True):
         columns = slice(first, first := first + part.width)
         facts = {"tokens": tokens, **asdict(remark), **_solver_facts(solution, columns, method.tol)}
         facts["stored_costs"] = stored.costs(columns)
@@ -138,7 +139,8 @@ def draft_rows(
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
         bits = pack(mask_NK[:, columns]) if method.keep_masks else None
         scales = stored.scales(columns) if method.keep_scales else None
-        drafts.append(Draft(part, facts, figures_7K[:, columns].sum(1), bits, scales))
+        figures_8 = torch.cat([figures_7K[:, columns].sum(1), before.double()[None]])
+        drafts.append(Draft(part, facts, figures_8, bits, scales))
     return drafts
 
 
@@ -203,7 +205,7 @@ class _Counted:
 
 
 def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
-    dense, masked, updated, stored, zeros, kept, finite = counted.figures
+    dense, masked, updated, stored, zeros, kept, finite, before = counted.figures
     view, pattern, seconds = layer.view, layer.pattern, counted.seconds
     if finite < view.n_outputs:
         raise ValueError(
@@ -217,7 +219,7 @@ def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
         reached_sparsity=zeros / size, zeros=int(zeros), tokens=0, error_masked=masked, error_updated=updated,
         error_stored=stored, rounding_excess=stored / updated - 1 if updated > 0 else stored,
         mask_seconds=seconds.mask, update_seconds=seconds.update, seconds=seconds.mask + seconds.update + seconds.measure,
-        solve_seconds=seconds.solve, audit_seconds=seconds.audit,
+        solve_seconds=seconds.solve, audit_seconds=seconds.audit, zeros_before=int(before),
     )  # fmt: skip
     facts = dict(counted.facts)
     costs = facts.pop("stored_costs")

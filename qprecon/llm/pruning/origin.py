@@ -25,7 +25,7 @@ from qprecon.llm.files.kinds import check_kinds, check_language_model
 from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.masks import SELECTORS, get_selector
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole
+from qprecon.llm.model.loading import HasTokenizer, load_config, load_tokenizer, load_whole
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.plan import Plan
@@ -44,11 +44,10 @@ from qprecon.wording import counted
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(HasTokenizer):
     """The model: in memory, or a skeleton of the folder of `files`, which is read block by block (with `shards`) or as a whole.
 
-    left_over: stored tensors that the model has no place for. dtype: as it was asked for. own_tokenizer: whether the tokenizer is
-    the folder's, whose files go into the output as they are.
+    left_over: stored tensors that the model has no place for. dtype: as it was asked for.
     """
 
     model: nn.Module
@@ -59,11 +58,6 @@ class Found:
     left_over: tuple[str, ...] = ()
     dtype: Any = None
     own_tokenizer: bool = False
-
-    @property
-    def given_tokenizer(self) -> Any:
-        """That which the output has in place of the files of the model's folder; None if there is none."""
-        return None if self.own_tokenizer else self.tokenizer
 
     @property
     def is_skeleton(self) -> bool:

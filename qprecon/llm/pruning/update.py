@@ -64,9 +64,10 @@ def prune_parts(
     rebuilt = rebuild_parts(parts, asked_NK, prepared, selection, method, idle)
     if last:
         prepared.release()
+    before = [_zeros(part) for part in parts]
     stored_NK = write_parts(parts, rebuilt)
     _lap(clock, asked_NK)
-    drafts = draft_rows(parts, prepared, tokens, rebuilt, stored_NK, method, remarks)
+    drafts = draft_rows(parts, prepared, tokens, rebuilt, stored_NK, method, remarks, before)
     _lap(clock, asked_NK)
     mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
     seconds = Seconds.of(mask, update, measure, rebuilt.solution, rebuilt.rounding_seconds)
@@ -99,6 +100,12 @@ def rebuild_parts(
         found = attempt(asked_NK)
     new_NK, solution, stored = found
     return Rebuilt(asked_NK, dense_NK, selection.mask_NK, new_NK, solution, stored, adapters, rounding)
+
+
+def _zeros(part: Part) -> torch.Tensor:
+    """How many weights of a part are zero; the number stays on the device."""
+    held = part.view.stored(part.taken)
+    return held.numel() - torch.count_nonzero(held.detach())
 
 
 def write_parts(parts: Sequence[Part], rebuilt: Rebuilt) -> torch.Tensor:

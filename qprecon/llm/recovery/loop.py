@@ -22,8 +22,8 @@ from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange
-from qprecon.llm.recovery.pair import check_dense, identity, is_another, load_pair, pruned_with, weight_size
-from qprecon.llm.recovery.report import RecoveryReport
+from qprecon.llm.recovery.pair import check_dense, find_pair, identity, is_another, load_pair, pruned_with, weight_size
+from qprecon.llm.recovery.report import NO_GAIN, RecoveryReport
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
 from qprecon.llm.recovery.trained import Selected, masks_beside, select_trained
@@ -175,7 +175,13 @@ def _opened(
         for each in (model, dense):
             if isinstance(each, str | Path) and ranks.size > 1:  # one rank downloads, the others find it
                 ranks.decided(lambda each=each: model_folder(each) and None)
-        pair = load_pair(model, dense, tokenizer, out is not None, recovery.dtype, device)
+        pair = find_pair(model, dense, tokenizer, out is not None, recovery.dtype)
+    samples = samples_for_all(  # the text before the weights
+        ranks, pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
+    )
+    training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
+    with log.library_bars(), ranks.busy():
+        pair = load_pair(pair, recovery.dtype, device)
         saved = masks_beside(model) if masks is None else None
         selected = select_trained(pair.model, find_blocks(pair.model), recovery.trained, masks if saved is None else saved)
         _say_what_stays(model, selected, saved, log)
@@ -186,10 +192,6 @@ def _opened(
             log.note("the dense model's embeddings are not those of the pruned one: is it the model that was pruned?")
         if out is not None and ranks.first:
             check_writable(pair.model, pair.given_tokenizer)
-    samples = samples_for_all(
-        ranks, pair.model, calibration, pair.tokenizer, recovery.nsamples, recovery.seqlen, recovery.seed
-    )
-    training, aside = hold_out(len(samples), recovery.held_out, recovery.seed)
     rate = recovery.lr or default_rate(weight_size(pair.dense, selected.pruned))
     eases = recovery.lr is None  # a rate that is asked for is kept
     schedule = make_schedule(training, recovery.passes, recovery.batch, rate, recovery.warmup, recovery.seed, eases)
@@ -269,7 +271,7 @@ def _report(task: Task, done: Done, settings: dict[str, Any], was: dict[str, Any
     if (divisor := task.schedule.divisor(course.held_out)) > 1:
         log.note(f"windows held out got much worse: the weights were put back, and the learning rate divided by {divisor:g} in all")
     if best == 0:
-        log.note("no step made the windows held out better: the weights are those that the model had; a lower lr may help")
+        log.note(NO_GAIN)
     elif course.step < len(task.schedule.steps):
         log.note(f"stopped after step {course.step} of {len(task.schedule.steps)}: the windows held out got no better")
     if done.emptied:

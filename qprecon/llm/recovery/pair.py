@@ -1,10 +1,10 @@
-"""The pruned model and the dense one, loaded and compared before any work."""
+"""The pruned model and the dense one: compared by their configurations, loaded, and compared before any work."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,27 @@ import torch
 from torch import nn
 
 from qprecon.files import local_path
-from qprecon.llm.files.kinds import check_language_model, check_unquantised
+from qprecon.llm.files.kinds import check_kinds, check_language_model, check_unquantised, quantised_by
+from qprecon.llm.files.weight_files import check_files, weight_files
 from qprecon.llm.model.blocks import check_finite, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
-from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole, model_folder
+from qprecon.llm.model.loading import HasTokenizer, load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
 from qprecon.llm.recovery.placing import compute_dtype
 from qprecon.llm.recovery.trained import own_part
 from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.beforehand import check_two
+from qprecon.llm.storage.checkpoint import skeleton
 from qprecon.llm.storage.journal import digest, tensor_checksum
 
 _MOST_ZEROS = 0.1  # of a dense model's weights in the pruned layers
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Both models in memory. `loaded`, `dense_loaded`: whether each was loaded here, so that it may be moved or emptied.
-
-    own_tokenizer: whether the tokenizer is that of the pruned model's folder, whose files go into the output as they are.
+class Pair(HasTokenizer):
+    """Both models: in memory, or skeletons. `loaded`, `dense_loaded`: whether each is loaded here, so that it may be moved or
+    emptied. The tokenizer is its own if it is that of the pruned model's folder.
     """
 
     model: nn.Module
@@ -43,21 +44,16 @@ class Pair:
     loaded: bool = False
     own_tokenizer: bool = False
 
-    @property
-    def given_tokenizer(self) -> Any:
-        """That which the output has in place of the files of the model's folder; None if there is none."""
-        return None if self.own_tokenizer else self.tokenizer
-
     def wanted(self, first: bool) -> bool:
         """Whether a rank must have the trained weights: the first one, which writes them, and all whose caller has the model."""
         return first or not self.loaded
 
 
-def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: Any, device: torch.device) -> Pair:
-    """Models by folder, hub name, or as they are. A pruned one that is loaded here, in `dtype`, must be written `to_folder`.
+def find_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: Any) -> Pair:
+    """Models by folder, hub name, or as they are. Of one that is named only a skeleton: its files are whole, its weights not read.
 
-    Raises ValueError: no folder to write to; models of other shapes or another vocabulary, with adapters, or with weights that are
-    not finite. TypeError: something else than a model.
+    Raises ValueError: no folder to write a named one to; models of other shapes or another vocabulary, as far as configurations
+    tell. TypeError: something else than a model. What a folder's files tell to be wrong, as `load_causal_lm` does.
     """
     check_two(model, dense)
     if dtype not in (None, "auto"):
@@ -71,22 +67,48 @@ def load_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
         if tokenizer is None:
             tokenizer = load_tokenizer(model_folder(model))
             own = tokenizer is not None
-        model = load_whole(model, device="cpu", dtype=dtype)[0]
+        model = _frame(model)
     else:
         name = _in_memory(model, "model")
     if dense_named:
         if tokenizer is None:
             tokenizer = load_tokenizer(model_folder(dense))
-        dense = load_whole(dense, device="cpu", dtype=compute_dtype(device))[0]
+        dense = _frame(dense)
     else:
         dense_name = _in_memory(dense, "dense model")
+    if not any(quantised_by(each.config) for each in (model, dense)):  # what codes are read into has other shapes
+        _check_alike(model, dense, but=(*_heads(model), *_heads(dense)))
+    return Pair(model, dense, tokenizer, name, dense_name, dense_named, named, own)
+
+
+def load_pair(pair: Pair, dtype: Any, device: torch.device) -> Pair:
+    """The pair with its weights, those of a pruned model that is named in `dtype`.
+
+    Raises ValueError: models of other shapes, with adapters, or with weights that are not finite.
+    """
+    model = load_whole(pair.name, device="cpu", dtype=dtype)[0] if pair.loaded else pair.model
+    dense = load_whole(pair.dense_name, device="cpu", dtype=compute_dtype(device))[0] if pair.dense_loaded else pair.dense
     check_no_adapter(model)
     check_no_adapter(dense)
     check_changeable(model)
     _check_alike(model, dense)
     for each in (model, dense):
         check_finite(each.named_parameters())
-    return Pair(model, dense, tokenizer, name, dense_name, dense_named, named, own)
+    return replace(pair, model=model, dense=dense)
+
+
+def _frame(model: str | Path) -> nn.Module:
+    """The skeleton of a model whose files have been found to be whole."""
+    folder = model_folder(model)
+    check_kinds(folder, check_files(weight_files(folder)), load_config(model))
+    return skeleton(folder, None, torch.float32)
+
+
+def _heads(model: nn.Module) -> list[str]:
+    """Names of a head's parameters: whether they are the embeddings', a checkpoint may say otherwise than its configuration."""
+    head = model.get_output_embeddings()
+    own = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    return [name for name, parameter in model.named_parameters() if id(parameter) in own]
 
 
 def _in_memory(model: Any, argument: str) -> str:
@@ -97,14 +119,15 @@ def _in_memory(model: Any, argument: str) -> str:
     return getattr(model.config, "_name_or_path", "") or type(model).__name__
 
 
-def _check_alike(model: nn.Module, dense: nn.Module) -> None:
+def _check_alike(model: nn.Module, dense: nn.Module, but: Sequence[str] = ()) -> None:
+    """ValueError for another vocabulary, or other parameters than those in `but`."""
     words = [each.get_input_embeddings().num_embeddings for each in (model, dense)]
     if words[0] != words[1]:
         raise ValueError(f"dense: it has a vocabulary of {words[1]:,}, the pruned model one of {words[0]:,}: it is another model")
     shapes = [{name: tuple(p.shape) for name, p in each.named_parameters()} for each in (model, dense)]
     for name in dict.fromkeys([*shapes[0], *shapes[1]]):
         own, other = (of.get(name) for of in shapes)
-        if own != other:
+        if own != other and name not in but:
             of_dense, of_pruned = (f"has the shape {shape}" if shape else "does not exist" for shape in (other, own))
             raise ValueError(f"dense: {name} {of_dense}, in the pruned model it {of_pruned}: it is another model")
 

@@ -13,6 +13,8 @@ from qprecon.llm.reporting.report import RECOVERY_NAME, STORED_DENSE
 from qprecon.llm.storage.card import card_front
 from qprecon.wording import counted
 
+NO_GAIN = "no step made the windows held out better: the weights are those that the model had; a lower lr may help"
+
 
 @dataclass(frozen=True, repr=False)
 class RecoveryReport(Saved):

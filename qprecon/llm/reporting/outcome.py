@@ -24,10 +24,13 @@ def outcome(
     """The report of these rows. parameters: of the whole model, how many are zero and how many there are. facts: further fields
     of the report."""
     zeros, total = parameters
+    known = [row.zeros_before for row in rows if row.zeros_before is not None]
+    before = sum(known) + max(zeros - sum(row.zeros for row in rows), 0) if len(known) == len(rows) else None
     return PruneReport(
         layers=tuple(rows),
         sparsity=sum(row.zeros for row in rows) / sum(row.n_inputs * row.n_outputs for row in rows),
         model_sparsity=zeros / total,
+        zero_before=None if before is None else before / total,
         parameters=total,
         settings=settings,
         versions=versions(),

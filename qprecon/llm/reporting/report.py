@@ -35,7 +35,8 @@ class LayerRow:
     `stored_gap` bounds how much more the weights in the file cost (in the damped problem, all columns together) than the best
     real-valued weights of the mask, relative to what these cost at least; None where nothing was certified. `bits`: of a weight
     that is stored in few, scales counted; `rank`: of the layer's adapter, which errors then include. `off_pattern`: a third party's
-    mask is not of the pattern that was asked for.
+    mask is not of the pattern that was asked for. `zeros` are those of the stored weights, `zeros_before` those that the layer had
+    before; None in reports of versions that did not count them.
 
     Layers that share a Gram matrix are solved together; their seconds are split by columns. `solve_seconds` (set-up included)
     and `audit_seconds` are parts of `update_seconds`.
@@ -68,6 +69,7 @@ class LayerRow:
     bits: float | None = None
     rank: int | None = None
     off_pattern: bool = False
+    zeros_before: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +77,8 @@ class PruneReport(Saved):
     """The outcome of `prune_model`.
 
     `sparsity` is the share of zeros among the weights of pruned layers, `model_sparsity` among all parameters of the
-    model. `excluded` lists what of the blocks was left dense, with reasons; `left_dense` what of the whole model was, and its share
+    model, whoever made them; `zero_before` is the share of all parameters that was zero before the run (None: not counted).
+    `excluded` lists what of the blocks was left dense, with reasons; `left_dense` what of the whole model was, and its share
     of all parameters. `left_out`: files of the model's folder that the output lacks. `phase_seconds` is wall-clock time. Where
     there are several ranks it is the first one's; `ranks` has each one's host, card, windows, seconds and bytes sent, and
     the seconds of a layer's row are the sum over the ranks that had columns of it.
@@ -96,6 +99,7 @@ class PruneReport(Saved):
     left_out: tuple[str, ...] = ()
     world_size: int = 1
     ranks: tuple[dict[str, Any], ...] = ()
+    zero_before: float | None = None
 
     @property
     def seed(self) -> int:
@@ -117,6 +121,12 @@ class PruneReport(Saved):
     def much_left_dense(self) -> list[tuple[str, float]]:
         """The parts of `left_dense` that are more than `MUCH` of the model."""
         return [(what, share) for what, share in self.left_dense if share > MUCH]
+
+    @property
+    def were_zero(self) -> str:
+        """What of the model was zero before, as the end of words about its zeros; "" where two decimals do not show it."""
+        before = f"{self.zero_before or 0.0:.2%}"
+        return f"; {before} of it was zero before" if before != "0.00%" else ""
 
     @property
     def fallbacks(self) -> int:
@@ -143,7 +153,7 @@ class PruneReport(Saved):
         pruned = "pruned to" if any(row.requested_sparsity for row in self.layers) or not self.layers else "left dense, with"
         lines = [
             f"{counted(len(self.layers), 'layer')} {pruned} {self.sparsity:.2%} zeros "
-            f"({self.model_sparsity:.2%} of the whole model)"
+            f"({self.model_sparsity:.2%} of the whole model{self.were_zero})"
             + (f", preset {self.settings['preset']}" if "preset" in self.settings else ""),
             *(f"{share:.1%} of the model left dense: {what}" for what, share in self.much_left_dense),
             f"mean relative reconstruction error{f' ({self.measure})' if self.measure else ''}: "

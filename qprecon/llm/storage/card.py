@@ -29,7 +29,7 @@ def model_card(report: PruneReport) -> str:
         f"{card_front(base)}"
         f"# Pruned {base or 'model'}\n\n"
         f"Pruned with qprecon {report.versions['qprecon']}: {counted(len(report.layers), 'linear layer')}, "
-        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model).\n"
+        f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model{report.were_zero}).\n"
         f"{dense}\n"
         f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
         f"- Preset: {settings.get('preset', 'fast')}; the report has every setting\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qprecon import cli
-from qprecon.llm.evaluation import assessment, tasks
+from qprecon.llm.evaluation import assessment, task_names, tasks
 from qprecon.llm.evaluation.asked import named_tasks
 from qprecon.llm.evaluation.assessment import EVALUATION_NAME, Evaluation, _add, evaluate
 from qprecon.llm.evaluation.local_tasks import LOCAL_TASKS, local_task
@@ -300,13 +300,15 @@ def test_labels_may_be_written_as_text(data, tmp_path, name, change):
 @pytest.mark.parametrize(
     ("word", "culprit"),
     [
-        ("pika", r"unknown task 'pika' \(did you mean 'piqa' or 'pica'\?\)\. It is none of lm-eval's 3 tasks"),
+        ("pika", r"unknown task 'pika' \(did you mean 'piqa' or 'pica'\?\)\. It is none of lm-eval's tasks"),
+        ("pikachu", "unknown task 'pikachu'.* It is none of lm-eval's tasks"),
         ("ai2_arc", "'ai2_arc' is lm-eval's word for several tasks"),
     ],
 )
 def test_an_unknown_task_of_the_hub_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, word, culprit):
     for name in ("piqa", "pica"):
-        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: ai2_arc\n")
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\ntag: ai2_arc\n# pikachu\n")
+    monkeypatch.setattr(task_names, "tasks_folder", lambda: tmp_path)
     manager = tasks_of_lm_eval(include_defaults=False, include_path=str(tmp_path))  # in place of its own thousands
     monkeypatch.setattr(tasks, "_task_manager", lambda hub: manager)
     monkeypatch.setattr(assessment, "load_whole", lambda *_, **__: pytest.fail("the model was loaded"))
@@ -314,6 +316,26 @@ def test_an_unknown_task_of_the_hub_is_named_before_the_model_is_loaded(tmp_path
         evaluate("some/model", tasks=f"piqa,{word}")
     assert cli.main(["eval", "some/model", "--tasks", word]) == 2 and "Traceback" not in capsys.readouterr().err
     assert tasks.check_tasks("piqa") == ["piqa"]
+
+
+def test_a_name_in_none_of_its_files_is_refused_without_the_table_of_lm_eval(tmp_path, monkeypatch):
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "shared").write_text('"tag":\n  - some_tasks\n')
+    (tmp_path / "deeper" / "two.yml").write_text('"task": "two"\n')
+    (tmp_path / "one.yaml").write_text("include: deeper/shared\ngroup: one\ntask:\n  - {task: inner}\n")
+    monkeypatch.setattr(task_names, "tasks_folder", lambda: tmp_path)
+    monkeypatch.setattr(tasks, "_task_manager", lambda hub: pytest.fail("lm-eval's table was made"))
+    assert task_names.nowhere_named(["one", "two", "inner", "some_tasks", "three", "a'b"]) == (["three"], {"one", "two"})
+    with pytest.raises(ValueError, match=r"^unknown task 'twos' \(did you mean 'two'\?\)\. It is none of lm-eval's tasks"):
+        tasks.check_tasks("one,twos")
+
+
+def test_every_task_of_lm_eval_stands_in_its_files():
+    """By its own table; of the whole, which takes it half a minute to make, the part that has groups, tags and what is included."""
+    folder = task_names.tasks_folder()
+    for part in ("arc", "truthfulqa-multi", "acpbench"):
+        table = tasks_of_lm_eval(include_defaults=False, include_path=str(folder / part))
+        assert len(table.all_tasks) > 0 and task_names.nowhere_named(table.all_tasks)[0] == [], part
 
 
 @pytest.mark.parametrize("arguments, culprit", [

@@ -436,6 +436,25 @@ def test_the_report():
     assert "21 layers pruned to 25.00% zeros" in report.summary()
 
 
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+def test_zeros_that_were_there_are_not_said_to_be_made(preset, tmp_path):
+    """In the embeddings, and in a layer that was pruned before: in memory and from disk to disk."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:20] = 0
+        model.model.layers[1].mlp.up_proj.weight[:, ::4] = 0
+    zeros = sum(int((p == 0).sum()) for p in model.parameters())
+    size = sum(p.numel() for p in model.parameters())
+    model.save_pretrained(tmp_path / "dense")
+    for given, out in ((tmp_path / "dense", tmp_path / "out"), (model, None)):
+        report = prune(given, out=out, preset=preset)
+        rows = {row.name: row.zeros_before for row in report.layers if row.zeros_before}
+        assert rows == {"model.layers.1.mlp.up_proj": model.model.layers[1].mlp.up_proj.weight.numel() // 4}
+        assert report.zero_before == zeros / size
+        said = f"({report.model_sparsity:.2%} of the whole model; {zeros / size:.2%} of it was zero before)"
+        assert said in report.summary() and (out is None or said in (out / "README.md").read_text())
+
+
 def test_the_progress_bar_counts_layers(capsys):
     prune(build("llama"), tokens(2), progress=True, targets="layers.0")
     captured = capsys.readouterr()

@@ -75,8 +75,8 @@ def test_families_with_all_of_them_trained(family):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"checkpointing": True}, {"hidden_weight": 0.5}, {"batch": 1, "lr": 1e-4}, {"batch": 5, "weight_decay": 0.1},
-        {"patience": 1, "lr": 1e-12, "passes": 10}, {"dtype": torch.bfloat16}, {"optimizer_state": "host"},
+        {"checkpointing": True, "hidden_weight": 0.5}, {"batch": 1, "lr": 1e-4}, {"batch": 5, "weight_decay": 0.1},
+        {"patience": 1, "lr": 1e-12, "passes": 4}, {"dtype": torch.bfloat16},
     ],
     ids=str,
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_settings(settings):
     """A batch of one leaves a rank without a window; a rate that changes nothing stops early, on all ranks alike."""
     one, found = recovered(0, **settings), processes(2, lambda rank: recovered(rank, **settings))
     if "patience" in settings:
-        assert all(len(report.losses) == len(one[0].losses) < 30 for report, _, _ in found)
+        assert all(len(report.losses) == len(one[0].losses) < 12 for report, _, _ in found)
     elif "dtype" in settings:  # a sum in another order may round to the next number
         assert all(held for _, _, held in found)
         assert all(each[0].perplexity_stored == pytest.approx(one[0].perplexity_stored, rel=1e-3) for each in found)
@@ -173,7 +173,7 @@ def test_what_the_hosts_memory_takes(monkeypatch):
     assert on_host.host_free == 2**39  # two of the ranks are on this host
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
 def test_a_state_of_the_host_goes_on_anywhere(before, after, tmp_path):
     settings = {"optimizer_state": "host"}
     begun = interrupted if before > 1 else interrupted_alone
@@ -228,13 +228,13 @@ def hangs():
 
 @pytest.mark.parametrize("fault", [raises, out_of_memory, dies, hangs])
 def test_a_rank_that_is_lost_is_named_and_others_go_on(fault, tmp_path):
-    """In the fourth step; then three ranks or one go on from the state after the second."""
+    """In the fourth step; then three ranks, or one, go on from the state after the second."""
     out, began = tmp_path / "out", time.monotonic()
     found = processes(2, interrupted, out, 4, fault, lost=[1] if fault is hangs else [])
     assert isinstance(found[0], RankError) and "rank 1" in str(found[0]), found
     assert time.monotonic() - began < 40 and not out.exists()
     assert [path.name for path in partial_folder(out).glob("*.pt")] == ["state-000002.pt"]
-    if fault in (raises, dies):
+    if fault is dies:
         again = processes(3, lambda rank: recovered(rank, out=out))
     else:
         again = [recovered(0, out=out)]

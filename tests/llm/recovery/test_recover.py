@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from qprecon.llm import RecoveryReport, perplexity, prune_model, recover
 from qprecon.llm.masks.packed import pack, write_masks
+from qprecon.llm.recovery import pair as pairs
 from qprecon.llm.recovery import step as steps
 from qprecon.llm.recovery import training
 from qprecon.llm.recovery.optimizers import Direct
+from qprecon.llm.recovery.report import NO_GAIN
 from tests.llm.families import FUSED, build, tokens
 from tests.llm.recovery.pruned import bits, pair, run, same, views_of
-from tests.llm.toy_text import toy_tokenizer, words
+from tests.llm.toy_text import toy_llama, toy_tokenizer, words
 
 
 @torch.no_grad()
@@ -189,7 +191,7 @@ def test_weights_that_get_worse_are_not_stored():
     before = bits(model)
     report = run(model, dense, lr=1.0, passes=3)
     assert same(before, model) and report.best_step == 0
-    assert report.loss_stored == report.held_out[0]["loss"] and any("no step" in note for note in report.warnings)
+    assert report.loss_stored == report.held_out[0]["loss"] and NO_GAIN in report.warnings
 
 
 def test_a_kept_weight_that_is_zero_is_trained_and_a_pruned_one_is_not():
@@ -315,8 +317,6 @@ def test_text_and_windows_of_several_lengths():
     windows = [tokens(1, length, seed=length)[0] for length in (32, 20, 32, 32, 17, 32)]
     report = run(model, dense, windows)
     assert report.settings["seqlen"] == 32 and len(report.losses) == 4
-    from tests.llm.toy_text import toy_llama
-
     dense = toy_llama()
     model = copy.deepcopy(dense)
     prune_model(model, words(300), tokenizer=toy_tokenizer(), nsamples=4, seqlen=32, update="none", progress=False)
@@ -435,6 +435,63 @@ def test_models_that_do_not_belong_together():
         run(model, wide)
     with pytest.raises(TypeError, match="dense model"):
         run(model, 3)
+
+
+def _vocabulary(model):
+    model.resize_token_embeddings(90)
+
+
+def _shape(model):
+    model.config.intermediate_size = 64
+    for layer in model.model.layers:
+        layer.mlp = type(layer.mlp)(model.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "culprit"),
+    [
+        (_vocabulary, words(400), "dense: it has a vocabulary of 90"),
+        (_shape, words(400), r"gate_proj\.weight has the shape \(64, 32\)"),
+        (None, words(20), "too little calibration text"),
+    ],
+)
+def test_text_and_shapes_are_looked_at_before_any_weight_is_read(change, text, culprit, tmp_path, monkeypatch):
+    for name in ("pruned", "dense"):
+        model = toy_llama()
+        if change is not None and name == "dense":
+            change(model)
+        model.save_pretrained(tmp_path / name)
+        toy_tokenizer().save_pretrained(tmp_path / name)
+    monkeypatch.setattr(pairs, "load_whole", lambda *_, **__: pytest.fail("weights were read"))
+    settings = {"nsamples": 8, "seqlen": 32}
+    with pytest.raises(ValueError, match=culprit):
+        recover(tmp_path / "pruned", tmp_path / "dense", text, out=tmp_path / "out", progress=False, **settings)
+
+
+def test_a_dense_model_s_files_are_looked_at_before_any_weight_is_read(tmp_path, monkeypatch):
+    for name in ("pruned", "dense"):
+        build("llama").save_pretrained(tmp_path / name)
+    file = tmp_path / "dense" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    monkeypatch.setattr(pairs, "load_whole", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match="dense/model.safetensors is cut short"):
+        recover(tmp_path / "pruned", tmp_path / "dense", tokens(4), out=tmp_path / "out", progress=False)
+
+
+def test_a_head_that_only_the_files_say_is_its_own(tmp_path):
+    """One configuration ties it to the embeddings, and transformers gives the model the head that its file holds all the same,
+    or the embeddings: whichever it is, both models are what they are read into."""
+    model, dense = pair("llama")
+    for name, each in (("pruned", model), ("dense", dense)):
+        each.save_pretrained(tmp_path / name)
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    if loaded.lm_head.weight is loaded.model.embed_tokens.weight:
+        with pytest.raises(ValueError, match="lm_head.weight does not exist"):
+            run(model, tmp_path / "dense")
+    else:
+        assert run(model, tmp_path / "dense").layers == 21
 
 
 def test_weights_that_are_not_finite_are_named_first():

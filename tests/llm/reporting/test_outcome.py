@@ -42,6 +42,17 @@ def test_totals_are_over_weights_and_facts_are_fields():
     assert found.settings == {"mask": "wanda"} and set(found.versions) == {"qprecon", "torch", "transformers", "python"}
 
 
+@pytest.mark.parametrize(("rows", "before", "said"), [
+    ((row("a", zeros_before=4), row("b", zeros_before=0)), (4 + 8) / 256, "15.62% of the whole model; 4.69% of it was zero before"),
+    ((row("a", zeros_before=0), row("b", zeros_before=0)), 8 / 256, "15.62% of the whole model; 3.12% of it was zero before"),
+    ((row("a", zeros_before=4), row("b")), None, "(15.62% of the whole model)"),
+])  # fmt: skip
+def test_zeros_that_were_there_before_are_told_apart(rows, before, said):
+    """Those that pruned layers had, and all outside of them: 40 zeros, 32 of them in the rows."""
+    found = report(*rows, counted=(40, 256))
+    assert found.zero_before == before and said in found.summary()
+
+
 def test_a_row_as_asked_for_needs_no_note():
     assert notes(ROW, row("b", tokens=4)) == ()  # as many tokens as inputs are kept
 
