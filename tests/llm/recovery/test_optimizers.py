@@ -13,6 +13,8 @@ from qprecon.llm.recovery.step import CLIP, move
 from qprecon.llm.recovery.trained import Held, packed, unpacked
 from tests.llm.toy_text import toy_llama
 
+pytestmark = pytest.mark.own
+
 
 def problem(dtype=torch.float32):
     torch.manual_seed(0)
