@@ -3,8 +3,9 @@
     python benchmarks/one_gpu.py --models FOLDER --data FOLDER --out FOLDER [--steps whole,low_bit] [--seconds 900]
 
 --models holds folders by the names smollm2, gemma3 and qwen, those that there are; --data holds text/ and tasks/. Every step is a
-command of its own, with a log of its own in --out, a limit, and its results as JSON in --out/results, which begins as a copy of
-benchmarks/results; what earlier steps wrote there stays. A step that fails or takes too long stops no other. `--list` prints the commands.
+command of its own, with a log of its own in --out, a limit, and its results as JSON in --out/results. That folder begins as a copy
+of benchmarks/results, and what earlier steps wrote there stays. A step that fails or takes too long stops no other. `--list` prints
+the commands.
 """
 
 from __future__ import annotations
