@@ -48,7 +48,7 @@ def relative_error(x, dense, new):
 ])  # fmt: skip
 def test_inputs_that_are_all_zero_get_a_magnitude_mask(preset, settings):
     """A dead layer, as an unused expert of Llama 4, which is given every token times 0."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     with torch.no_grad():
         model.model.layers[1].post_attention_layernorm.weight.zero_()
     dense = model.model.layers[1].mlp.gate_proj.weight.detach().clone()
@@ -291,7 +291,7 @@ def test_dead_inputs(dead):
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_layer_that_nothing_enters_is_pruned_under_every_preset(preset, index):
     """H = 0, with any damping: there is no drift to undo."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     with torch.no_grad():
         model.model.layers[index].post_attention_layernorm.weight.zero_()
     report = prune_model(model, tokens(6), sparsity=0.5, allocation="uniform", preset=preset, progress=False)
