@@ -147,6 +147,11 @@ def test_bad_arguments_are_named(model, tokens, arguments, match):
         perplexity(model, tokens, **arguments)
 
 
+def test_a_tokenizer_that_is_none_is_named(model):
+    with pytest.raises(TypeError, match="^tokenizer: a tokenizer of transformers, .* got str"):
+        perplexity(model, words(50), tokenizer="gpt2", seqlen=16)
+
+
 def test_windows_longer_than_the_models_positions_are_refused():
     with pytest.raises(ValueError, match="seqlen=32"):
         perplexity(toy_llama(positions=32), torch.zeros(100, dtype=torch.long), seqlen=33)
