@@ -3,8 +3,9 @@
     python benchmarks/one_gpu.py --models FOLDER --data FOLDER --out FOLDER [--steps whole,low_bit] [--seconds 900]
 
 --models holds folders by the names smollm2, gemma3 and qwen, those that there are; --data holds text/ and tasks/. Every step is a
-command of its own, with a log of its own in --out, a limit, and its results as JSON in --out/results, which begins as a copy of
-benchmarks/results. A step that fails or takes too long stops no other. `--list` prints the commands.
+command of its own, with a log of its own in --out, a limit, and its results as JSON in --out/results. That folder begins as a copy
+of benchmarks/results, and what earlier steps wrote there stays. A step that fails or takes too long stops no other. `--list` prints
+the commands.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.list:
         print("\n".join(f"{step.name}: python {' '.join(step.command)}" for step in wanted))
         return 0
-    shutil.copytree(ROOT / "benchmarks" / "results", results, dirs_exist_ok=True)
+    if not results.exists():
+        shutil.copytree(ROOT / "benchmarks" / "results", results)
     ends = time.monotonic() + parsed.seconds
     codes = [run(step, parsed.out, ends) for step in wanted if step.lane is None]
     codes += side_by_side([step for step in wanted if step.lane is not None], parsed.out, ends)

@@ -58,14 +58,11 @@ def test_the_perplexities_in_the_help_are_those_of_the_results():
 
 
 def test_the_times_in_the_help_are_those_of_the_results():
-    """In words: how many times as long as `fast` the other presets take on a GPU; the README has the inverse of the first one."""
+    """In words: how many times as long as `fast` the other presets take for a whole model on a GPU; the README has the inverse of
+    the first one."""
     runs = json.loads((ROOT / "benchmarks" / "results" / "end_to_end_presets_h200.json").read_text())
-    times = {}
-    for run in runs:
-        wanted = {**run["settings"], "preset": "fast"}
-        fast = [each for each in runs if (each["model"], each["settings"]) == (run["model"], wanted)]
-        if fast and "quantize" not in run["settings"]:
-            times[run["settings"]["preset"]] = round(run["seconds_beside_io"] / fast[0]["seconds_beside_io"])
+    seconds = {run["settings"]["preset"]: run["seconds_beside_io"] for run in runs if " blocks)" not in run["model"]}
+    times = {preset: round(took / seconds["fast"]) for preset, took in seconds.items()}
     words, shares = {2: "two", 3: "three", 4: "four", 5: "five"}, {2: "half", 3: "a third", 4: "a quarter"}
     (option,) = (known for each, known in options(Recipe) if each.name == "preset")
     assert f"about {words[times['balanced']]} times as long as fast" in option.help

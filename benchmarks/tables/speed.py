@@ -134,6 +134,8 @@ WHOLE: tuple[tuple[str, str, str | None, str], ...] = (
     ("its waiting for reads", "balanced", "read", "1 s less"),
     ("8 blocks, `fast`: sums are not asked whether they are Gram matrices. What no other part has", "sums", "update", "0.2 s less"),
     ("massive rows last in each product. Gram products", "sums", "gram", "0.1 s more"),
+    ("32 blocks, `fast`: slow columns go on alone, a few in float64. Solves", "columns", "solve", "2.6 s less, with the audits"),
+    ("its audits", "columns", "audit", ""),
 )  # fmt: skip
 """A row: what changed, the runs of ``whole_before_after.json``, the part of their seconds (None: all beside the disk), and what was
 predicted."""

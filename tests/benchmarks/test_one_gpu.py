@@ -42,7 +42,11 @@ def test_a_step_that_fails_or_takes_too_long_stops_no_other(tmp_path, capsys, mo
     said = capsys.readouterr().out.splitlines()
     assert [line.rpartition(" after ")[0] for line in said] == ["bad: FAILED (3)", "long: STOPPED: no time left", "good: done"]
     assert (tmp_path / "out" / "good.log").read_text() == "here\n"
+    measured = tmp_path / "out" / "results" / "measured.json"
+    measured.write_text("[1]")
+    (tmp_path / "root" / "benchmarks" / "results" / "measured.json").write_text("[]")
     assert one_gpu.main([*arguments, "--steps", "good"]) == 0 and capsys.readouterr().out.startswith("good: done")
+    assert measured.read_text() == "[1]"  # what an earlier call measured is not overwritten
 
 
 def test_lanes_run_side_by_side_and_end_with_all_time(tmp_path, capsys):

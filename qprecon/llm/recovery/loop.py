@@ -269,7 +269,7 @@ def _report(task: Task, done: Done, settings: dict[str, Any], was: dict[str, Any
     if settings["optimizer_state"] == "auto" and done.fit.optimizer_state != "float32":
         log.note(f"optimizer_state is {done.fit.optimizer_state!r}: float32 would not have fitted")
     if (divisor := task.schedule.divisor(course.held_out)) > 1:
-        log.note(f"the learning rate was divided by {divisor:g} on the way: the windows held out got much worse; lr sets another")
+        log.note(f"windows held out got much worse: the weights were put back, and the learning rate divided by {divisor:g} in all")
     if best == 0:
         log.note(NO_GAIN)
     elif course.step < len(task.schedule.steps):

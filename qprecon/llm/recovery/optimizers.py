@@ -50,6 +50,9 @@ class Optimizer(Protocol):
     def load(self, values: Sequence[torch.Tensor], state: Any) -> None:
         """Go on from what an earlier run had."""
 
+    def restart(self, values: Sequence[torch.Tensor]) -> None:
+        """Begin anew from these, which `values` had before, or from their rounded ones."""
+
     def close(self) -> None:
         """Let go of the model's weights."""
 
@@ -104,6 +107,12 @@ class Direct:
             for leaf, value in zip(self.leaves, values, strict=True):
                 leaf.copy_(value)
         self.adamw.load_state_dict(state)
+
+    @torch.no_grad()
+    def restart(self, values: Sequence[torch.Tensor]) -> None:
+        for own, value in zip(self.values(), values, strict=True):
+            own.copy_(value)
+        self.adamw.state.clear()
 
     def close(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
@@ -161,6 +170,10 @@ class Masters(Direct):
 
     def load(self, values: Sequence[torch.Tensor], state: Any) -> None:
         super().load(values, state)
+        self._publish()
+
+    def restart(self, values: Sequence[torch.Tensor]) -> None:
+        super().restart(values)
         self._publish()
 
     @torch.no_grad()
@@ -231,6 +244,12 @@ class Host:
             leaf.copy_(master.copy_(value))
             own = {0: state["state"][at]} if at in state["state"] else {}
             adamw.load_state_dict({"state": own, "param_groups": [{**group, "params": [0]}]})
+
+    @torch.no_grad()
+    def restart(self, values: Sequence[torch.Tensor]) -> None:
+        for leaf, master, adamw, value in zip(self.leaves, self.masters, self.adamws, values, strict=True):
+            leaf.copy_(master.copy_(value))
+            adamw.state.clear()
 
     def close(self) -> None:
         for leaf in self.leaves:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -14,9 +13,9 @@ _LOOKS = 2  # at the held-out windows, in each pass
 # Gemma-3-270M, on windows held out, is in benchmarks/results/recovery_rates.json.
 _RELATIVE_STEP = 0.0023
 _WORSE, _EASED = 1.2, 3.0
-"""A look at the windows held out that is so many times the start's, and no better than the look before, divides the rate by the
-second number. 0.0023 is too much for a model that is close to the dense one: Qwen2.5-Coder-0.5B at 50 % went from 0.056 to 0.078 at
-its first look and came back to 0.061 (quality_qwen2.5-coder-0.5b.json); no other model's looks were so far above their start."""
+"""A look at the windows held out that is so many times the start's puts the weights back and divides the rate by the second number.
+0.0023 is too much for a model that is close to the dense one: Qwen2.5-Coder-0.5B at 50 % went from 0.056 to 0.078 at its first look
+and came back to 0.061 at the end (quality_qwen2.5-coder-0.5b.json); no other model's looks were so far above their start."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,11 @@ class Schedule:
 
     def divisor(self, losses: Sequence[float]) -> float:
         """What the rate is divided by after these losses on the windows held out, the start's first."""
-        eased = sum(now > _WORSE * losses[0] and now >= before for before, now in pairwise(losses)) if self.eases else 0
-        return _EASED**eased
+        return _EASED ** sum(self.too_high(losses[: looks + 1]) for looks in range(1, len(losses)))
+
+    def too_high(self, losses: Sequence[float]) -> bool:
+        """Whether the last of these says that the rate is too high."""
+        return self.eases and losses[-1] > _WORSE * losses[0]
 
 
 def make_schedule(

@@ -19,7 +19,7 @@ from qprecon.llm.storage.whole import checksum
 
 @dataclass
 class Course:
-    """How far a run is. losses: of each step, floats; looks: (steps before it, look); best: weights by the newest best look."""
+    """How far a run is. losses: of each step, floats; looks: (steps before it, look); best: the weights of the best look."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -69,10 +69,9 @@ def save_state(journal: Journal | None, course: Course, optimizer: Optimizer, fi
     ranks.decided(lambda: _write(journal, content, course.step, fit))
 
 
-def whole_best(course: Course, optimizer: Optimizer, wanted: bool) -> list[torch.Tensor] | None:
+def whole_best(course: Course, optimizer: Optimizer, wanted: bool) -> list[torch.Tensor]:
     """The best weights; where they lie in parts on several ranks all of them, if `wanted`. All ranks must call it."""
-    if course.best is None:
-        return None
+    assert course.best is not None
     found = []
     for part, leaf in zip(course.best, optimizer.leaves, strict=True):
         one = from_part(part, leaf) if is_in_parts(leaf) else part
@@ -109,10 +108,8 @@ def load_state(journal: Journal | None, optimizer: Optimizer, ranks: Ranks) -> C
     content = torch.load(path, map_location="cpu", weights_only=True)
     optimizer.load(content["values"], content["optimizer"])
     looks = [(step, Look(**numbers)) for step, numbers in content["looks"]]
-    best = content["best"]
-    if best is not None:
-        leaves = zip(best, optimizer.leaves, strict=True)
-        best = [local(in_parts(one, leaf)).cpu() if is_in_parts(leaf) else one for one, leaf in leaves]
+    leaves = zip(content["best"], optimizer.leaves, strict=True)
+    best = [local(in_parts(one, leaf)).cpu() if is_in_parts(leaf) else one for one, leaf in leaves]
     return Course(content["step"], content["losses"], looks, best)
 
 

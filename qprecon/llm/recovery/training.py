@@ -183,18 +183,20 @@ def train_on(
             move(run.optimizer, run.held, schedule.rate(course.step) / schedule.divisor(course.held_out))
         course.step += 1
         loss = _look(run, held_out).loss if course.step in schedule.looks else None
+        if loss is not None and schedule.too_high(course.held_out):
+            run.optimizer.restart(course.best or ())
         log.step("recover", 1, loss=loss)
         # Ranks meet after each step, so that none waits in a collective for one that is lost.
         if ranks.gathered(journal is not None and is_due(course.step))[0]:
             with log.phase("keep"):
                 save_state(journal, course, run.optimizer, run.fit, ranks)
     course.read_losses(ranks)
-    stored = course.looks[0][1]
-    if course.best is not None:
-        with torch.no_grad(), log.phase("look"):
-            for weight, best in zip(run.weights, course.best, strict=True):
-                weight.copy_(best)
-            stored = look(run.distillation, held_out, run.fit.together)
+    if not course.best_place:
+        return Done(course, None, course.looks[0][1], 0, run.fit, run.memory)
+    with torch.no_grad(), log.phase("look"):
+        for weight, best in zip(run.weights, course.best or (), strict=True):
+            weight.copy_(best)
+        stored = look(run.distillation, held_out, run.fit.together)
     weights, emptied = whole_best(course, run.optimizer, task.pair.wanted(ranks.first)), sum(ranks.gathered(_emptied(run)))
     return Done(course, weights, stored, emptied, run.fit, run.memory)
 
@@ -209,7 +211,7 @@ def _look(run: Run, held_out: Sequence[torch.Tensor]) -> Look:
         if not abs(found.loss) < float("inf"):
             raise ValueError(f"the loss on the windows held out is {found.loss} after step {course.step} of the recovery")
         course.looks.append((course.step, found))
-        if course.step and course.best_place == len(course.looks) - 1:
+        if course.best_place == len(course.looks) - 1:
             course.best = _snapshot(run)
     return found
 

@@ -53,7 +53,7 @@ class Recipe:
         None,
         "defaults for what is not said: fast (one pass, every layer the same sparsity), balanced (order, drift=0.5, residual=0.5, "
         "token_weights=0.5, output_weights=0.5, allocation=loss; on a GPU about three times as long as fast), best (with the mask "
-        "alps too; about four times as long). SmolLM2-135M at 50 percent: perplexity 36, 29 and 27",
+        "alps too; about five times as long). SmolLM2-135M at 50 percent: perplexity 36, 29 and 27",
         AMOUNT, choices=tuple(PRESETS), default="balanced; fast with update=none or own",
     )  # fmt: skip
     mask: str = option(

@@ -6,6 +6,8 @@ from torch import nn
 
 from qprecon.llm.calibration.memory import windows_together
 
+pytestmark = pytest.mark.own
+
 
 class Embedded:
     def __init__(self, width):

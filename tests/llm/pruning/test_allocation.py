@@ -70,6 +70,7 @@ def owl_patterns(model, samples, sparsity, lam=0.08, threshold=5.0, ignore=None)
     return {block.name: layers[0].pattern for block, layers in zip(plan.blocks, plan.layers, strict=True)}
 
 
+@pytest.mark.own
 def test_two_identical_blocks_are_pruned_alike():
     """With the second block's input that of the first, nothing tells the blocks apart: uniform, no division by zero."""
     model = build("llama")
@@ -84,6 +85,7 @@ def test_two_identical_blocks_are_pruned_alike():
     assert list(patterns) == [f"model.layers.{i}" for i in range(3)]
 
 
+@pytest.mark.own
 def test_the_mean_is_what_was_asked_for_and_the_model_is_pruned_so(tmp_path):
     model, samples = build("gemma3"), tokens(4)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -128,6 +130,7 @@ def test_prune_model_allocates_by_itself_in_memory_and_from_disk_to_disk(tmp_pat
     assert "Pattern: 50% on average, shared out between blocks by OWL;" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.own
 def test_a_run_that_stopped_goes_on_with_the_same_shares(tmp_path, monkeypatch):
     samples = tokens(4)
     build("llama").save_pretrained(tmp_path / "model")
@@ -176,6 +179,7 @@ def test_by_loss_one_threshold_gives_the_shares():
     assert balanced_densities(alike, 0.25, 0.1) == pytest.approx([0.75, 0.75])
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("per", ["block", "layer"])
 def test_by_loss_in_a_run(per):
     model = build("llama")
@@ -220,6 +224,7 @@ def test_by_loss_the_sparsity_of_all_is_met_where_blocks_differ(settings):
         assert report.sparsity == pytest.approx(0.5, abs=near)
 
 
+@pytest.mark.own
 def test_by_loss_keeps_more_where_weights_matter_more():
     model = build("llama")
     with torch.no_grad():
@@ -231,6 +236,7 @@ def test_by_loss_keeps_more_where_weights_matter_more():
     assert asked["1"] > max(asked["0"], asked["2"]) + 0.05
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("settings, words", [
     ({"pattern": "2:4"}, "share of zeros"), ({"allocation_options": {"per": "model"}}, "per"),
     ({"allocation_options": {"lam": -1}}, "lam"), ({"allocation_options": {"threshold": 5}}, "threshold"),

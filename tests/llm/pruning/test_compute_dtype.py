@@ -104,6 +104,7 @@ class _AtOnce:
         pass
 
 
+@pytest.mark.own
 def test_what_a_run_was_computed_in_is_kept_for_one_that_continues_it(tmp_path, monkeypatch):
     build("llama").bfloat16().save_pretrained(tmp_path / "dense")
     model, _ = load_causal_lm(tmp_path / "dense", device="cpu", dtype="auto")
@@ -127,6 +128,7 @@ def test_what_a_run_was_computed_in_is_kept_for_one_that_continues_it(tmp_path, 
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict(), model.state_dict())
 
 
+@pytest.mark.own
 def test_a_model_is_left_as_it_was_when_a_run_fails():
     model = build("llama").bfloat16()
     with pytest.raises(ValueError, match="never calls it"):

@@ -39,6 +39,7 @@ def relative_error(x, dense, new):
     return float((x @ (new - dense).double().T).square().sum() / (x @ dense.double().T).square().sum())
 
 
+@pytest.mark.own
 # Every setting with the preset that has most of the others on, and each once more with one that has fewer.
 @pytest.mark.parametrize(("preset", "settings"), [
     *[("best", settings) for settings in ({}, {"drift": "auto"}, {"adapter_rank": 2}, {"mask": "sparsegpt", "update": "own"})],
@@ -80,6 +81,7 @@ def test_optimal_weights_are_the_least_squares_solution():
         assert row.error_stored == pytest.approx(relative_error(x, w, new), rel=1e-3)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize(
     ("mask", "update", "expected"),
     [
@@ -113,6 +115,7 @@ def test_a_block_factors_each_gram_matrix_once(mask, update, expected, monkeypat
     assert len(freed) == 2 * 4  # after the masks and after the solve
 
 
+@pytest.mark.own
 def test_layers_with_the_same_input_are_solved_together(monkeypatch):
     widths, solve = [], PreparedHessian.solve
     record = lambda h, w, *rest, **more: widths.append(tuple(w.shape)) or solve(h, w, *rest, **more)  # noqa: E731
@@ -142,6 +145,7 @@ def test_every_layer_improves_and_is_certified(family):
     assert all(row.reached_sparsity == 0.5 for row in report.layers)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("propagate", ["pruned", "dense"])
 def test_what_later_blocks_are_calibrated_on(propagate):
     model, samples = build("llama"), tokens(4)
@@ -157,6 +161,7 @@ def test_what_later_blocks_are_calibrated_on(propagate):
     assert abs(errors["pruned"] - errors["dense"]) > 1e-3 * errors["dense"]
 
 
+@pytest.mark.own
 def test_own_weights_of_the_selector():
     own, optimal = (prune(build("llama"), mask="sparsegpt", update=update, sparsity=0.6) for update in ("own", "optimal"))
     assert all(row.relative_gap is None for row in own.layers) and own.largest_gap is None
@@ -165,6 +170,7 @@ def test_own_weights_of_the_selector():
         assert a.error_masked == pytest.approx(b.error_masked, rel=1e-5) and b.error_updated < a.error_updated < a.error_masked
 
 
+@pytest.mark.own
 def test_error_of_the_mask_does_not_depend_on_bounds():
     bounds = {"lower": -0.02, "upper": 0.02}
     free, bounded = (prune(build("llama"), solve_options=options, backend="admm") for options in ({}, bounds))
@@ -172,6 +178,7 @@ def test_error_of_the_mask_does_not_depend_on_bounds():
         assert b.error_masked == pytest.approx(a.error_masked, rel=1e-5) and b.error_updated > 1.1 * a.error_updated
 
 
+@pytest.mark.own
 def test_given_masks_are_used_as_they_are():
     model, torch_seed = build("llama"), torch.Generator().manual_seed(5)
     masks = {
@@ -192,6 +199,7 @@ def test_learned_masks_with_optimal_weights(family):
     assert "learn masks" in report.phase_seconds
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("pattern, share", [("1:4", 0.75), ("3:4", 0.25), ("2:4", 0.5), (0.0, 0.0), ("30%", None)])
 def test_patterns(pattern, share):
     model = build("llama")
@@ -213,6 +221,7 @@ def test_conv1d_nm_runs_along_inputs():
     assert ((weight.T.reshape(192, 16, 4) == 0).sum(-1) == 2).all()
 
 
+@pytest.mark.own
 def test_the_same_seed_twice_gives_identical_bits():
     first, second = build("gemma3"), build("gemma3")
     text = tokens(12).flatten()
@@ -236,6 +245,7 @@ def test_an_expert_without_tokens_falls_back_and_is_listed():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("windows, length", [(1, 6), (4, 64)])
 def test_a_text_that_is_too_short_for_a_layer_is_said(windows, length):
     report = prune(build("llama"), tokens(windows, length))
@@ -260,6 +270,7 @@ def test_bounds_hold_for_experts_without_tokens_too():
     assert all(float(view.weights_NK().abs().max()) <= 0.0100001 for view in views)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("dead", [[3], list(range(32))])
 def test_dead_inputs(dead):
     model = build("llama")
@@ -275,6 +286,7 @@ def test_dead_inputs(dead):
         assert q.error_stored > 0 and q.relative_gap <= 1e-4
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("preset", ["balanced", "best"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_layer_that_nothing_enters_is_pruned_under_every_preset(preset, index):
@@ -303,6 +315,7 @@ def test_a_float64_model_under_the_default_preset():
     assert [row.error_stored for row in twice] == pytest.approx([row.error_stored for row in rows], rel=0.5)
 
 
+@pytest.mark.own
 def test_a_run_that_ends_early_says_that_the_model_is_pruned_in_part(monkeypatch):
     model = build("llama")
     prune_of = loop.finished_rows
@@ -339,6 +352,7 @@ class NaNAtSeven(torch.nn.Embedding):
         return super().forward(numbers).masked_fill((numbers == 7).unsqueeze(-1), torch.nan)
 
 
+@pytest.mark.own
 def test_a_nan_token_stops_the_run_and_leaves_the_model_usable():
     model, samples = build("llama").train(), tokens(3)
     model.model.layers[0].eval()
@@ -391,6 +405,7 @@ def test_the_model_is_left_as_found():
     assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.own
 def test_a_layer_that_is_sparser_than_asked_keeps_its_zeros_under_update_none():
     model = build("llama")
     views = [view for block in find_blocks(model) for view in find_linears(block).views]
@@ -455,12 +470,14 @@ def test_zeros_that_were_there_are_not_said_to_be_made(preset, tmp_path):
         assert said in report.summary() and (out is None or said in (out / "README.md").read_text())
 
 
+@pytest.mark.own
 def test_the_progress_bar_counts_layers(capsys):
     prune(build("llama"), tokens(2), progress=True, targets="layers.0")
     captured = capsys.readouterr()
     assert "7/7" in captured.err and not captured.out
 
 
+@pytest.mark.own
 def test_zeros_beyond_what_was_asked_for_are_said():
     model = build("llama")
     first = prune(model, tokens(4), sparsity=0.5)
@@ -470,12 +487,14 @@ def test_zeros_beyond_what_was_asked_for_are_said():
     assert any("21 layers have more zeros than were asked for, first model.layers.0" in note for note in second.warnings)
 
 
+@pytest.mark.own
 def test_a_report_prints_its_summary():
     report = prune(build("llama"), tokens(4))
     assert str(report) == report.summary() and "21 layers pruned to 50.00% zeros" in str(report)
     assert repr(report).startswith("PruneReport(21 layers, sparsity=0.5000, largest_gap=") and len(repr(report)) < 120
 
 
+@pytest.mark.own
 def test_inputs_that_are_all_zero_are_said():
     model = build("llama")
     with torch.no_grad():
@@ -485,12 +504,14 @@ def test_inputs_that_are_all_zero_are_said():
     assert not any("costs nothing" in warning for warning in prune(build("llama"), tokens(4)).warnings)
 
 
+@pytest.mark.own
 def test_zeros_of_low_bits_are_not_taken_for_the_masks():
     report = prune(build("llama"), tokens(6), quantize="int4", group_size=16)
     assert any(row.reached_sparsity > row.requested_sparsity for row in report.layers)
     assert not any("more zeros than were asked for" in warning for warning in report.warnings)
 
 
+@pytest.mark.own
 def test_sums_of_its_own_are_not_asked_whether_they_are_gram_matrices(monkeypatch):
     """That takes a factorisation of H for each group of layers."""
     asked = property(lambda hessian: pytest.fail("H was asked"))

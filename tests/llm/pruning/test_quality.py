@@ -91,6 +91,7 @@ def test_other_families_run_with_all_of_them(family):
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("mask, update", [("sparsegpt", "own"), ("alps", "optimal"), ("magnitude", "optimal")])
 def test_masks_are_chosen_for_the_weights_that_are_asked_for(mask, update):
     """Given masks and the same targets: the weights are those of the run that chose them."""
@@ -106,6 +107,7 @@ def test_masks_are_chosen_for_the_weights_that_are_asked_for(mask, update):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("mask, update", [("magnitude", "none"), ("alps", "own"), ("sparsegpt", "own"), ("wanda", "optimal")])
 def test_a_mask_weighs_outputs_and_the_weights_do_not_depend_on_it(mask, update):
     """The first layers of the first block are pruned as those of a model whose outputs are multiplied by the scales."""
@@ -132,6 +134,7 @@ def test_a_mask_weighs_outputs_and_the_weights_do_not_depend_on_it(mask, update)
     assert differ == (mask in ("alps", "sparsegpt"))  # the others compare the inputs of an output only
 
 
+@pytest.mark.own
 def test_alpha_from_the_data():
     model, half = build("llama"), build("llama")
     prune(model, tokens(8), order=True, drift="auto")
@@ -141,6 +144,7 @@ def test_alpha_from_the_data():
         prune(build("llama"), tokens(1), drift="auto")
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("settings, words", [
     ({"drift": 1.5}, "drift"), ({"drift": "much"}, "drift"), ({"drift": -0.1}, "drift"), ({"token_weights": -1}, "token_weights"),
     ({"output_weights": -1}, "output_weights"),

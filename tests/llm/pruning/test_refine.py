@@ -50,6 +50,7 @@ def test_masks_are_held_and_the_error_falls(family, refine, settings):
     assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.own
 def test_what_does_not_help_changes_nothing():
     model, other = build("llama"), build("llama")
     prune_model(other, tokens(8), progress=False, backend="cholesky", preset="fast", order=True)
@@ -57,6 +58,7 @@ def test_what_does_not_help_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.own
 def test_it_ends_after_two_passes_without_a_gain(monkeypatch):
     looks, error = [], _Task._error
     monkeypatch.setattr(_Task, "_error", lambda task, *given: looks.append(error(task, *given)) or looks[-1])
@@ -68,6 +70,7 @@ def test_it_ends_after_two_passes_without_a_gain(monkeypatch):
     assert len(looks) == 5 and looks == sorted(looks, reverse=True)  # gains reset the count
 
 
+@pytest.mark.own
 def test_the_change_is_that_of_the_error_on_what_is_held_out(monkeypatch):
     looks, error, changes, train = [], _Task._error, [], _Task.train
     monkeypatch.setattr(_Task, "_error", lambda task, *given: looks.append(error(task, *given)) or looks[-1])
@@ -124,6 +127,7 @@ def test_halves_end_at_what_enters_the_next_half(monkeypatch):
     assert ends == [(7, None)]
 
 
+@pytest.mark.own
 def test_every_block_has_an_order_of_its_own(monkeypatch):
     seeds = []
     monkeypatch.setattr(_Task, "train", lambda task, options, seed: seeds.append(seed) or 0.0)
@@ -131,6 +135,7 @@ def test_every_block_has_an_order_of_its_own(monkeypatch):
     assert seeds == [5, 6, 7]
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("settings, words", [
     ({"refine": "all"}, "refine"), ({"refine_options": {"passes": 0}}, "passes"), ({"refine_options": {"lr": 0}}, "lr"),
     ({"refine_options": {"teacher": 2}}, "teacher"), ({"refine_options": {"speed": 2}}, "speed"),
@@ -141,6 +146,7 @@ def test_what_is_refused(settings, words):
         prune(build("llama"), tokens(2), **settings)
 
 
+@pytest.mark.own
 def test_nothing_of_it_runs_unless_asked_for(monkeypatch):
     monkeypatch.setattr(Refinement, "after", lambda *_: pytest.fail("refined"))
     prune(build("llama"), tokens(2), targets="layers.0", **QUALITY)

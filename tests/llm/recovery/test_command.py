@@ -36,6 +36,7 @@ def line_of(folder, out, more=""):
     return f"{base} --device cpu --lr 0.003 --batch 2 --passes 4 {more}".split()
 
 
+@pytest.mark.own
 def test_every_option_is_an_argument_and_a_flag():
     subparser = next(a for a in cli._parser()._actions if hasattr(a, "choices") and a.choices).choices["recover"]
     options = {action.dest for action in subparser._actions}
@@ -48,6 +49,7 @@ def test_every_option_is_an_argument_and_a_flag():
         qprecon.llm.recover("M", "D", "T", pases=3)
 
 
+@pytest.mark.own
 def test_it_hands_over_what_was_given(monkeypatch, capsys):
     calls = []
     report = types.SimpleNamespace(summary=lambda: "the summary", best_step=0)
@@ -92,6 +94,7 @@ def test_prune_then_recover(folder, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.own
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
@@ -110,6 +113,7 @@ def test_bad_input_is_one_line(folder, tmp_path, capsys, options, culprit):
     assert error.startswith("qprecon recover: error: ") and culprit in error and not (tmp_path / "out").exists()
 
 
+@pytest.mark.own
 def test_models_in_the_wrong_order(folder, tmp_path, capsys):
     line = line_of(folder, tmp_path / "out")
     line[1], line[2] = line[2], line[1]

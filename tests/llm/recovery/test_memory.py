@@ -25,6 +25,7 @@ def chosen(asked, device, free, host_free, monkeypatch, family="llama", dtype=to
     return choose_state(asked, model, dense, selected, 32, device), sum(item.parameter.numel() for item in selected.trained)
 
 
+@pytest.mark.own
 def test_bytes_of_each_kind(monkeypatch):
     sizes = {}
     for kind in ("float32", "host", "8bit"):
@@ -38,6 +39,7 @@ def test_bytes_of_each_kind(monkeypatch):
     assert sizes["8bit"] == ({"masks": 0.125, "gradients": 2, "optimizer state": 2}, {"best weights": 2})
 
 
+@pytest.mark.own
 def test_auto_takes_the_first_that_fits(monkeypatch):
     (_, memory), _ = chosen("float32", CUDA, 2**40, 2**40, monkeypatch)
     most = sum(memory.device.values())
@@ -56,6 +58,7 @@ def test_auto_takes_the_first_that_fits(monkeypatch):
     assert chosen("8bit", CUDA, 10, None, monkeypatch)[0][0] == "8bit"  # asked for
 
 
+@pytest.mark.own
 def test_little_memory_of_the_host_leaves_eight_bits(monkeypatch):
     monkeypatch.setattr(module, "_USED", 1.0)
     monkeypatch.setattr(module, "_least_activations", lambda *a: 0)
@@ -117,6 +120,7 @@ def test_checkpointing_gives_the_same_bits():
     assert results[1][1].memory["activations"] < results[0][1].memory["activations"]
 
 
+@pytest.mark.own
 def test_it_is_said_before_the_first_step(capsys, monkeypatch):
     model, dense = pair()
     said = []
@@ -134,6 +138,7 @@ def test_it_is_said_before_the_first_step(capsys, monkeypatch):
     assert set(report.memory) >= {"weights", "dense model", "gradients", "optimizer state", "activations", "logits", "masks"}
 
 
+@pytest.mark.own
 def test_memory_that_runs_out_halves_the_windows(monkeypatch):
     from qprecon.llm.recovery import training
 
@@ -160,6 +165,7 @@ def test_memory_that_runs_out_halves_the_windows(monkeypatch):
         run(model, dense)
 
 
+@pytest.mark.own
 def test_operations_that_are_not_repeatable_are_noted(monkeypatch):
     from qprecon.llm.recovery import training
 

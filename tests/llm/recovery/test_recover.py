@@ -63,6 +63,7 @@ def test_zeros_stay_after_every_step_and_the_loss_falls(family, dtype, monkeypat
     }
 
 
+@pytest.mark.own
 def test_the_first_look_is_the_divergence_and_the_perplexity_of_the_windows_held_out():
     model, dense = pair("gemma2")
     windows = tokens(9)
@@ -83,6 +84,7 @@ def training_and_held_out(count, share=0.2, seed=0):
     return hold_out(count, share, seed)
 
 
+@pytest.mark.own
 def test_held_out_windows_are_not_trained_on(monkeypatch):
     model, dense = pair()
     windows, seen = tokens(12), []
@@ -119,6 +121,7 @@ def test_what_is_trained(family, train, kinds):
     assert report.trained == sum(before[name].numel() for name in expected) - zeros
 
 
+@pytest.mark.own
 def test_the_best_of_the_looks_is_stored(monkeypatch):
     """The windows held out are said to be best after the second look; its weights are those of a run that ends there."""
     model, dense = pair()
@@ -163,18 +166,30 @@ def test_training_stops_when_it_gains_nothing_on_itself(losses, looks, best, mon
 
 @pytest.mark.own
 @pytest.mark.parametrize("lr", [None, 1e-3])
-def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(lr, monkeypatch):
+@pytest.mark.parametrize(("losses", "back_to"), [((1.0, 1.1, 1.5), 0), ((1.0, 0.9, 1.5), 1)])
+def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(lr, losses, back_to, monkeypatch):
+    """From the best weights so far and with new moments; a rate that is asked for stays, and so do the weights."""
     model, dense = pair()
-    told, rates, true, move = iter((1.0, 1.1, 1.5, 1.4)), [], steps.look, training.move
-    monkeypatch.setattr(training, "look", lambda *arguments: replace(true(*arguments), loss=next(told, 0.9)))
-    monkeypatch.setattr(training, "move", lambda optimizer, held, rate: rates.append(rate) or move(optimizer, held, rate))
+    told, rates, seen, true, move = iter(losses), [], [], steps.look, training.move
+    monkeypatch.setattr(training, "look", lambda *arguments: replace(true(*arguments), loss=next(told, 1.15)))
+
+    def moving(optimizer, held, rate):
+        rates.append(rate)
+        seen.append((bits(model), len(optimizer.adamw.state)))
+        move(optimizer, held, rate)
+
+    monkeypatch.setattr(training, "move", moving)
     report = run(model, dense, passes=4, batch=100, warmup=0.0, lr=lr)
     cosine = [report.settings["lr"] * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
-    expected = cosine if lr else [*cosine[:2], *(rate / 3 for rate in cosine[2:])]
-    assert rates == pytest.approx(expected, rel=1e-12)
-    assert [note for note in report.warnings if "divided by 3" in note] == ([] if lr else [report.warnings[-1]])
+    assert rates == pytest.approx(cosine if lr else [*cosine[:2], *(rate / 3 for rate in cosine[2:])], rel=1e-12)
+    assert sum("divided by 3 in all" in note for note in report.warnings) == (0 if lr else 1)
+    weights, moments = seen[2]
+    put_back = all(torch.equal(now, then) for now, then in zip(weights, seen[back_to][0], strict=True))
+    assert put_back == (lr is None)
+    assert (moments == 0) == (lr is None)
 
 
+@pytest.mark.own
 def test_weights_that_get_worse_are_not_stored():
     model, dense = pair()
     before = bits(model)
@@ -183,6 +198,7 @@ def test_weights_that_get_worse_are_not_stored():
     assert report.loss_stored == report.held_out[0]["loss"] and NO_GAIN in report.warnings
 
 
+@pytest.mark.own
 def test_a_kept_weight_that_is_zero_is_trained_and_a_pruned_one_is_not():
     model, dense = pair()
     view = views_of(model)[0]
@@ -238,6 +254,7 @@ def test_experts_that_no_token_reaches_keep_their_weights():
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.own
 def test_a_layer_that_was_not_pruned_is_left_alone():
     model, dense = pair()
     untouched = views_of(model)[2]
@@ -249,6 +266,7 @@ def test_a_layer_that_was_not_pruned_is_left_alone():
     assert torch.equal(untouched.weights_NK(), before) and report.layers == len(views_of(model)) - 1
 
 
+@pytest.mark.own
 def test_the_same_seed_gives_the_same_bits():
     results = []
     for seed in (0, 0, 1):
@@ -313,6 +331,7 @@ def test_text_and_windows_of_several_lengths():
     assert report.loss_stored < report.held_out[0]["loss"] and report.settings["calibration"] == "a text of 1,529 characters"
 
 
+@pytest.mark.own
 def test_other_losses():
     """Temperature and the blocks' outputs change the way; each alone makes its own measure better."""
     results = {}
@@ -345,6 +364,7 @@ def test_models_are_left_as_they_were_found():
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters() if p._post_accumulate_grad_hooks is not None)
 
 
+@pytest.mark.own
 def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing(monkeypatch):
     model, dense = pair()
     before, original = bits(model), Direct.step
@@ -384,6 +404,7 @@ def test_masks_that_lie_in_the_model_s_folder(tmp_path):
         assert bool(layers[0].mlp.up_proj.weight[at] != 0) == bool(layers[1].mlp.down_proj.weight.any()) == trained
 
 
+@pytest.mark.own
 def test_a_model_of_nothing_but_zeros_has_nothing_to_train():
     model, dense = pair()
     for view in views_of(model):
@@ -400,6 +421,7 @@ def test_an_adapter_that_is_not_loaded_is_said(tmp_path):
     assert any("pruned/adapter is not loaded" in note for note in report.warnings)
 
 
+@pytest.mark.own
 def test_nothing_pruned_and_the_wrong_order():
     model, dense = pair()
     with pytest.raises(ValueError, match="nothing is pruned"):
@@ -490,6 +512,7 @@ def test_a_head_that_only_the_files_say_is_its_own(tmp_path):
         assert run(model, tmp_path / "dense").layers == 21
 
 
+@pytest.mark.own
 def test_weights_that_are_not_finite_are_named_first():
     model, dense = pair()
     dense.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.inf
@@ -497,6 +520,7 @@ def test_weights_that_are_not_finite_are_named_first():
         run(model, dense)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize(
     "arguments, culprit",
     [
@@ -515,6 +539,7 @@ def test_bad_arguments_are_named(arguments, culprit):
     assert same(before, model)
 
 
+@pytest.mark.own
 def test_one_window_is_too_few_and_names_need_an_output(tmp_path):
     model, dense = pair()
     with pytest.raises(ValueError, match="at least two windows"):

@@ -29,6 +29,7 @@ def stopping_before(step, monkeypatch):
     monkeypatch.setattr(training, "gradients", gradients)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize(("dtype", "optimizer_state"), [
     (torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "host"), (torch.float32, "8bit"),
 ])  # fmt: skip
@@ -70,6 +71,7 @@ def stopped(tmp_path, monkeypatch, step=7, **arguments):
     return model, dense, tmp_path / "out"
 
 
+@pytest.mark.own
 def test_an_earlier_output_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
     model, dense = pair()
     run(model, dense, out=tmp_path / "out", passes=1)
@@ -78,6 +80,7 @@ def test_an_earlier_output_stays_until_the_new_one_is_complete(tmp_path, monkeyp
     assert (out / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.own
 def test_a_run_that_kept_nothing_leaves_nothing(tmp_path, monkeypatch):
     stopped(tmp_path, monkeypatch, step=2)
     assert list(tmp_path.iterdir()) == []
@@ -85,6 +88,7 @@ def test_a_run_that_kept_nothing_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.own
 def test_the_state_is_kept_when_it_is_time(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_SAVE_SECONDS", 0.0)
     _, _, out = stopped(tmp_path, monkeypatch, save_steps=None)
@@ -109,6 +113,7 @@ def test_another_run_is_refused(change, culprit, tmp_path, monkeypatch):
     assert not any("continued" in note for note in report.warnings)
 
 
+@pytest.mark.own
 def test_other_weights_are_refused(tmp_path, monkeypatch):
     model, dense, out = stopped(tmp_path, monkeypatch)
     dense.lm_head.weight.data[0, 0] += 1
@@ -148,6 +153,7 @@ def test_a_write_that_fails_keeps_the_state_before(tmp_path, monkeypatch):
     assert any("continued after step 3" in note for note in report.warnings)
 
 
+@pytest.mark.own
 def test_two_runs_exclude_each_other(tmp_path, monkeypatch):
     model, dense = pair()
     original = training.gradients

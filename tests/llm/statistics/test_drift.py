@@ -80,6 +80,7 @@ def _inputs(*models, index=1):
     return result
 
 
+@pytest.mark.own
 def test_a_small_drift_is_not_lost_in_the_rounding_of_large_activations():
     torch.manual_seed(0)
     x = 100 + torch.randn(4, 64, 8)
@@ -95,6 +96,7 @@ def test_a_small_drift_is_not_lost_in_the_rounding_of_large_activations():
     assert (naive - expected).abs().max() > 10 * (matrix.drift_NN - expected).abs().max()
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weights_and_panels(dtype, monkeypatch):
     monkeypatch.setattr(sums, "PANELS_FROM", 6)
@@ -233,6 +235,7 @@ class Fixed:
     )  # fmt: skip
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("alpha", [0.25, 0.5, 1.0])
 def test_what_is_asked_for_has_the_minimiser_of_the_target_and_differs_by_its_constant(alpha):
     x_TN, dense_TN, w_NK, s_T = problem()
@@ -258,6 +261,7 @@ def test_what_is_asked_for_has_the_minimiser_of_the_target_and_differs_by_its_co
     assert (constants[0] > 0).all()
 
 
+@pytest.mark.own
 def test_the_share_that_is_explained():
     x_TN, dense_TN, w_NK, _ = problem(T=4000)
     delta_TN = dense_TN - x_TN
@@ -275,12 +279,14 @@ def test_the_share_that_is_explained():
     assert explained_share([(x_TN, delta_TN)], w_NK, -change_NK) == 0.0
 
 
+@pytest.mark.own
 def test_no_drift_explains_nothing():
     x_TN, _, w_NK, _ = problem()
     nothing_TN = torch.zeros_like(x_TN)
     assert explained_share([], w_NK, w_NK) == explained_share([(x_TN, nothing_TN)], w_NK, w_NK) == 0.0
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("drift", ["auto", 0.5, 0.0])
 @pytest.mark.parametrize("beta", [0.0, 0.7])
 @pytest.mark.parametrize("columns", [None, [slice(1, 3), slice(0, 4)]])
@@ -310,18 +316,21 @@ def test_drift_and_residual_together(drift, beta, columns):
         torch.testing.assert_close(own_NK.double(), wanted_NK[:, some], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.own
 def test_a_layer_that_nothing_enters_keeps_its_weights():
     zero_NN = torch.zeros(12, 12)
     layer = Fixed(torch.ones(12, 5), zero_NN, zero_NN)
     assert torch.equal(asked_weights([layer], layer, 0.5, 0.0, 0.0)[0], torch.ones(12, 5))
 
 
+@pytest.mark.own
 def test_how_many_samples_are_held_out():
     assert [held_out(samples) for samples in (2, 16, 17, 128)] == [1, 1, 2, 8]
     with pytest.raises(ValueError, match="at least two samples"):
         held_out(1)
 
 
+@pytest.mark.own
 def test_held_out_samples_are_kept_as_rows_and_the_rest_is_scaled():
     block, views, (inputs, dense_inputs), weights, dense, model = halfway("llama")
     found = collect_grams(block, views, inputs, 1, beside=Beside(dense_inputs, weights, held_out=1))
@@ -334,6 +343,7 @@ def test_held_out_samples_are_kept_as_rows_and_the_rest_is_scaled():
     torch.testing.assert_close(delta_TN.double(), (x_dense[view.name] - x[view.name])[96:], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.own
 def test_a_dense_model_that_overflows_is_named():
     block, views, (inputs, dense_inputs), weights, _, _ = halfway("llama")
     dense_inputs.hidden[2][0, 3, 1] = float("inf")

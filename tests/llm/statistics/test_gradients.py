@@ -39,6 +39,7 @@ def test_against_the_whole_model(family):
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("together", [1, 2, 3, 7])
 def test_how_many_blocks_are_computed_together_does_not_matter(together, monkeypatch):
     model, samples = build("llama"), list(tokens(3))
@@ -124,12 +125,14 @@ def test_windows_of_many_lengths_and_stacked_ones(monkeypatch):
     assert torch.equal(ones, torch.ones_like(ones))
 
 
+@pytest.mark.own
 def test_only_what_is_asked_for_is_computed():
     model, samples = build("llama"), list(tokens(2))
     found, _, _ = gradients_of(model, samples, targets="layers.2.self_attn")
     assert {name.split(".")[2] for name in found.squares} == {"2"} and len(found.squares) == 4
 
 
+@pytest.mark.own
 def test_layers_that_do_not_matter_count_all_tokens_alike():
     model = build("llama")
     with torch.no_grad():
@@ -141,6 +144,7 @@ def test_layers_that_do_not_matter_count_all_tokens_alike():
     assert prune_model(model, tokens(2), token_weights=0.5, progress=False).sparsity >= 0.5
 
 
+@pytest.mark.own
 def test_tiny_gradients_keep_their_ratios():
     gradients = LossGradients([4], {"a": torch.tensor([1e-30, 4e-30, 0.0, 9e-30])})
 
@@ -162,6 +166,7 @@ def test_half_precision_models():
             assert 0.8 < float(ratio) / scale < 1.25, name
 
 
+@pytest.mark.own
 def test_a_loss_that_is_not_finite_names_the_window():
     model, samples = build("llama"), list(tokens(2))
     with torch.no_grad():
@@ -170,6 +175,7 @@ def test_a_loss_that_is_not_finite_names_the_window():
         gradients_of(model, samples)
 
 
+@pytest.mark.own
 def test_what_does_not_fit_the_host_is_said_before(monkeypatch):
     def small(bytes_needed, what):
         memory.check_host_memory(10**15 + bytes_needed, what)
@@ -179,6 +185,7 @@ def test_what_does_not_fit_the_host_is_said_before(monkeypatch):
         gradients_of(build("llama"), list(tokens(2)))
 
 
+@pytest.mark.own
 def test_what_is_kept_gives_the_same_again():
     model, samples = build("llama"), list(tokens(2))
     found, inputs, _ = gradients_of(model, samples)

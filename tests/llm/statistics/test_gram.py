@@ -89,6 +89,7 @@ class Chunked(nn.Module):
         return out
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("lengths, moody, tokens_seen", [((4, 8, 8, 6), False, 26), ((8, 8, 8, 8), True, 8 + 4 + 4 + 8)])
 def test_layers_that_are_called_a_varying_number_of_times(lengths, moody, tokens_seen):
     torch.manual_seed(0)
@@ -167,6 +168,7 @@ def test_experts_that_cannot_be_watched_are_refused(monkeypatch):
         collect_grams(block.module, views, inputs, 0)
 
 
+@pytest.mark.own
 def test_a_large_half_precision_activation_does_not_overflow():
     x = torch.zeros(2, 3, 4, dtype=torch.float16)
     x[1, 2, 3] = 6e4
@@ -176,6 +178,7 @@ def test_a_large_half_precision_activation_does_not_overflow():
     assert matrix.hessian_NN[3, 3].item() == pytest.approx(3 * float(x.max()) ** 2) and matrix.tokens == 18
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_batches_of_rows_and_panels_of_the_upper_triangle(dtype, monkeypatch):
     monkeypatch.setattr(gram, "BATCH_ROWS", 10)
@@ -195,6 +198,7 @@ def test_batches_of_rows_and_panels_of_the_upper_triangle(dtype, monkeypatch):
     assert torch.equal(matrix.hessian_NN[:2, 2:], matrix.hessian_NN[2:, :2].T)
 
 
+@pytest.mark.own
 def test_one_nan_token_names_layer_and_sample():
     model = build("llama")
     samples = tokens(4)
@@ -227,6 +231,7 @@ def fickle_inputs():
     return BlockInputs(hidden, [[Call((), {}, None)] * 3], device, device, [f"sample {s}" for s in range(len(hidden))])
 
 
+@pytest.mark.own
 def test_layers_that_stop_sharing_get_matrices_of_their_own():
     inputs, block = fickle_inputs(), Fickle()
     a, b, _ = find_linears(Block("block", block)).views
@@ -242,10 +247,12 @@ def test_a_linear_that_is_never_called_is_refused():
         collect_grams(block, find_linears(Block("block", block)).views, fickle_inputs(), 0)
 
 
+@pytest.mark.own
 def test_the_wide_product_flag_matches_torch():
     assert halves.wide_product() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8))
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("rows", [64, 67])
 def test_a_product_in_pieces(monkeypatch, rows):
     """Split by rows, as a GPU gets it for a small H, the sum is the same, also where the rows do not divide."""
@@ -256,6 +263,7 @@ def test_a_product_in_pieces(monkeypatch, rows):
     torch.testing.assert_close(matrix.hessian_NN, x_TN.T @ x_TN)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("ends", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")])
 def test_layers_with_one_input_compute_nothing_after_the_first_sample(ends):
     _, block, views, inputs = prepared("llama")
@@ -283,6 +291,7 @@ class Dependent(nn.Module):
         return out + self.second(out if hidden_states[0, 0, 0] > 0 else hidden_states)
 
 
+@pytest.mark.own
 def test_a_layer_that_is_given_anothers_output_later_gets_what_that_computes():
     torch.manual_seed(0)
     block, hidden = Dependent(), [torch.randn(1, 8, 4) for _ in range(4)]
@@ -297,6 +306,7 @@ def test_a_layer_that_is_given_anothers_output_later_gets_what_that_computes():
         torch.testing.assert_close(found.hessian(view), sum(each.T @ each for each in given))
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_rows_are_scaled_and_subtracted_in_float32_and_rounded_once(dtype):
     """Written at once in the dtype that is wanted, not in float32 first; nothing that is given is changed."""

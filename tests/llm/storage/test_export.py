@@ -86,6 +86,7 @@ def test_masks_are_written_only_where_asked_for(tmp_path):
     assert not (tmp_path / "out" / MASKS_NAME).exists()
 
 
+@pytest.mark.own
 def test_what_is_2_4():
     weight = torch.tensor([[1.0, 0, 0, 2, 0, 0, 0, 3], [0, 0, 0, 0, 1, 0, 1, 0]])
     assert is_2_4(weight)
@@ -106,6 +107,7 @@ def checked(model, compress=None):
     return check_model(model, 16, "float32", torch.device("cpu"), kernels)
 
 
+@pytest.mark.own
 def test_layers_are_grouped_compared_and_timed():
     result = checked(pruned(), lambda weight: weight.clone())
     assert result.ok and {(r.n_outputs, r.n_inputs): r.layers for r in result.rows} == {
@@ -116,6 +118,7 @@ def test_layers_are_grouped_compared_and_timed():
     assert not checked(build("llama"), lambda weight: weight).ok  # nothing is 2:4
 
 
+@pytest.mark.own
 def test_a_wrong_result_and_a_refusal_are_told():
     model = pruned()
     wrong = checked(model, lambda weight: weight * 1.1)
@@ -126,6 +129,7 @@ def test_a_wrong_result_and_a_refusal_are_told():
     assert "refused" in str(refused)
 
 
+@pytest.mark.own
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_dense_kernels_that_refuse_are_told_too():
     def refuse(x_TN, weight_KN):

@@ -41,6 +41,7 @@ def output_keys(out):
         return set(file.keys())
 
 
+@pytest.mark.own
 def test_a_folder_that_holds_something_else_is_refused_first(tmp_path):
     (tmp_path / "thesis.txt").write_text("irreplaceable")
     model = build("llama")
@@ -53,6 +54,7 @@ def test_a_folder_that_holds_something_else_is_refused_first(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.own
 def test_what_killed_runs_left_is_brought_back_or_removed(tmp_path):
     """One was killed as it gave its folder the output's name, one as it saved, one as it wrote beside the output."""
     out = tmp_path / "o[u]t*"
@@ -103,6 +105,7 @@ def of_an_earlier_version(out):
     (out / "qprecon_report.json").write_text(json.dumps(report))
 
 
+@pytest.mark.own
 def test_an_output_of_an_earlier_version_is_used_and_only_known_names_count(tmp_path):
     out = tmp_path / "out"
     prune(build("llama"), out)
@@ -117,6 +120,7 @@ def test_an_output_of_an_earlier_version_is_used_and_only_known_names_count(tmp_
         prune(build("llama"), out)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_what_others_put_into_an_output_is_named_and_kept(tmp_path, where):
     build("llama").save_pretrained(tmp_path / "dense")
@@ -145,6 +149,7 @@ def test_templates_in_a_folder_of_their_own_are_replaced_too(tmp_path):
         prune(build("llama"), tmp_path / "out", tokenizer=tokenizer)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("target", ["empty", "earlier", "absent"])
 def test_a_link_is_followed(tmp_path, where, target):
@@ -163,6 +168,7 @@ def test_a_link_is_followed(tmp_path, where, target):
     assert [path.name for path in big.parent.iterdir()] == ["big"]
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_a_link_above_is_followed(tmp_path, where):
     build("llama").save_pretrained(tmp_path / "dense")
@@ -173,6 +179,7 @@ def test_a_link_above_is_followed(tmp_path, where):
     assert (tmp_path / "disk" / "out" / "masks.npz").is_file() and [p.name for p in (tmp_path / "disk").iterdir()] == ["out"]
 
 
+@pytest.mark.own
 def test_where_nothing_can_be_written_is_refused_first(tmp_path, monkeypatch):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
@@ -193,6 +200,7 @@ def test_where_nothing_can_be_written_is_refused_first(tmp_path, monkeypatch):
         output.check_output(tmp_path / "out")
 
 
+@pytest.mark.own
 def test_the_folder_that_the_command_runs_in_is_not_replaced(tmp_path, monkeypatch):
     """It would be gone, and what is written after it with it."""
     (tmp_path / "out" / "inside").mkdir(parents=True)
@@ -302,6 +310,7 @@ def test_a_model_by_path(tmp_path):
     assert (again.model.layers[1].mlp.up_proj.weight == 0).float().mean() < 0.1
 
 
+@pytest.mark.own
 def test_a_strangers_file_in_an_earlier_output_is_kept(tmp_path):
     """A folder of ours is replaced only while all that it holds is ours."""
     out = tmp_path / "out"
@@ -314,6 +323,7 @@ def test_a_strangers_file_in_an_earlier_output_is_kept(tmp_path):
     prune(build("llama"), out)
 
 
+@pytest.mark.own
 def test_out_inside_the_models_folder_is_refused(tmp_path):
     build("llama").save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="inside the model's own folder"):
@@ -329,6 +339,7 @@ def test_a_layer_without_weights_is_a_warning(tmp_path):
     assert any("no weight left" in warning for warning in report.warnings)
 
 
+@pytest.mark.own
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a place where root may not write either")
 @pytest.mark.parametrize("out", ["/proc/x", "/proc/self/x/y", "/proc"])
 def test_places_where_nobody_can_write(out):
@@ -339,6 +350,7 @@ def test_places_where_nobody_can_write(out):
     assert not calls
 
 
+@pytest.mark.own
 def test_looking_whether_a_place_can_be_written_leaves_nothing(tmp_path):
     output.check_output(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())

@@ -76,6 +76,7 @@ def interrupted(monkeypatch, folder, out, **arguments):
     return output.partial_folder(out)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("damage", [None, "overwrite", "remove"])
 def test_a_run_that_goes_on_has_the_masks_of_finished_blocks(tmp_path, monkeypatch, damage):
     model, masks = with_zeros()
@@ -94,6 +95,7 @@ def test_a_run_that_goes_on_has_the_masks_of_finished_blocks(tmp_path, monkeypat
     assert not list((tmp_path / "out").rglob("*-masks*")) and not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("before", [True, False])
 def test_a_run_does_not_go_on_with_masks_that_nobody_kept(tmp_path, monkeypatch, before):
     build("llama").save_pretrained(tmp_path / "dense")
@@ -103,6 +105,7 @@ def test_a_run_does_not_go_on_with_masks_that_nobody_kept(tmp_path, monkeypatch,
         prune_model(tmp_path / "dense", tokens(2), out=tmp_path / "out", **arguments, save_masks=not before)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("shape", [(8, 8), (5, 7), (1, 1), (16, 3)])
 def test_bits_are_those_of_numpy_on_any_device(tmp_path, shape):
     mask_NK = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5

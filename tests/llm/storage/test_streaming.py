@@ -123,6 +123,7 @@ def test_files_can_be_read_by_others(tmp_path):
     }
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("resume", [True, False])
 def test_two_runs_never_write_to_one_folder(resume, tmp_path):
     folder, out = saved(tmp_path / "dense"), tmp_path / "out"
@@ -188,6 +189,7 @@ def test_a_run_continues_after_the_last_finished_block(blocks, settings, tmp_pat
     assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("change, named", [
     ({"damping": 0.02}, r"damping was 0\.01, is 0\.02"), ({"seed": 5}, "seed was 0, is 5"), ({"pattern": "2:4"}, "pattern was"),
 ])  # fmt: skip
@@ -202,6 +204,7 @@ def test_other_settings_are_refused(change, named, tmp_path, monkeypatch):
     assert not any("continued" in note for note in report.warnings)
 
 
+@pytest.mark.own
 def test_a_run_that_finished_nothing_is_no_obstacle(tmp_path):
     folder = saved(tmp_path / "dense")
     with pytest.raises(ValueError, match="leave block 'model.layers.2' no weight: take a smaller lam"):
@@ -210,6 +213,7 @@ def test_a_run_that_finished_nothing_is_no_obstacle(tmp_path):
     assert report.settings["damping"] == 0.02 and not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.own
 def test_the_same_model_by_another_path_goes_on(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     for _ in stopped_after(monkeypatch, 1):
@@ -271,6 +275,7 @@ class _Full(dict):
         raise OSError(28, "No space left on device")
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("turn", [1, 2])  # in the pass for the Gram matrices, and in the one that follows
 def test_running_out_of_gpu_memory_moves_activations_to_the_host(turn, monkeypatch):
     model, expected = build("llama"), build("llama")
@@ -291,6 +296,7 @@ def test_running_out_of_gpu_memory_moves_activations_to_the_host(turn, monkeypat
     assert same(model.state_dict(), expected.state_dict())
 
 
+@pytest.mark.own
 def test_running_out_of_gpu_memory_in_the_gradients_moves_both_streams(monkeypatch):
     """They share their hidden states, so that moving one of them frees nothing."""
     model, expected = build("llama"), build("llama")
@@ -357,6 +363,7 @@ def test_killed_at_ten_random_moments(tmp_path):
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.own
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files are told by /proc")
 def test_all_of_it_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
     folder, out, synced = saved(tmp_path / "dense"), tmp_path / "out", set()
@@ -376,6 +383,7 @@ def test_all_of_it_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monke
     assert {"config.json", "masks.npz", "qprecon_report.json", "README.md"} < {path.name for path in out.iterdir()}
 
 
+@pytest.mark.own
 def test_killed_before_tidying_up(tmp_path):
     """The folder has its name, and what the run knew of itself is still in it."""
     folder, out = saved(tmp_path / "dense"), tmp_path / "out"
@@ -393,6 +401,7 @@ def interrupted(folder, out, monkeypatch):
     return output.partial_folder(out)
 
 
+@pytest.mark.own
 def test_other_weights_of_the_same_shapes_are_another_model(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     interrupted(folder, tmp_path / "out", monkeypatch)
@@ -420,6 +429,7 @@ def changed_between_samples(folder, name):
     assert weight_files.read_header(path) == before
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"])
 def test_weights_that_no_sample_shows_to_be_others(name, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files, "_SAMPLE_BYTES", 16)
@@ -432,6 +442,7 @@ def test_weights_that_no_sample_shows_to_be_others(name, tmp_path, monkeypatch):
     prune(folder, tmp_path / "out", resume=False)
 
 
+@pytest.mark.own
 def test_what_is_not_read_yet_may_be_others_and_counts_from_then_on(tmp_path, monkeypatch):
     """As if the whole run had seen the files that are there now; with the first ones it goes no further."""
     monkeypatch.setattr(weight_files, "_SAMPLE_BYTES", 16)
@@ -453,6 +464,7 @@ def test_what_is_not_read_yet_may_be_others_and_counts_from_then_on(tmp_path, mo
     assert same(weights(out), weights(tmp_path / "whole"))
 
 
+@pytest.mark.own
 def test_a_copy_of_the_model_goes_on(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense", max_shard_size="40KB")
     interrupted(folder, tmp_path / "out", monkeypatch)
@@ -461,6 +473,7 @@ def test_a_copy_of_the_model_goes_on(tmp_path, monkeypatch):
     assert "was compared and is the same" in notes and "continued after 1 of 3 blocks" in notes
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("of_all", [{"allocation": "owl"}, {"preset": "balanced"}, {"token_weights": 0.5}], ids=str)
 def test_a_copy_is_not_known_to_be_the_same_where_nothing_tells(of_all, tmp_path, monkeypatch):
     """The shard outside the blocks is damaged, and with it the checksums; or every block has been read."""
@@ -484,6 +497,7 @@ def files_of(folder):
     return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
 
 
+@pytest.mark.own
 def test_a_file_that_nothing_was_read_from_may_become_whole(tmp_path, monkeypatch):
     """Cut short while the run went on, it stops the run, and named; put right, the run goes on."""
     folder, out = saved(tmp_path / "dense", max_shard_size="40KB"), tmp_path / "out"
@@ -510,6 +524,7 @@ def test_a_file_that_nothing_was_read_from_may_become_whole(tmp_path, monkeypatc
     assert same(weights(out), weights(tmp_path / "expected"))
 
 
+@pytest.mark.own
 def test_a_file_that_was_not_all_there_yet_is_read_when_it_is(tmp_path, monkeypatch):
     """Of the right size from the start, as some downloads make it, and filled later."""
     folder, out = saved(tmp_path / "dense", max_shard_size="8KB"), tmp_path / "out"
@@ -525,6 +540,7 @@ def test_a_file_that_was_not_all_there_yet_is_read_when_it_is(tmp_path, monkeypa
     assert same(weights(out), weights(tmp_path / "expected"))
 
 
+@pytest.mark.own
 def test_a_full_disk_before_anything_is_finished_speaks_of_nothing_kept(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     with monkeypatch.context() as patch:
@@ -555,6 +571,7 @@ def _no_room(*_):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.own
 def test_windows_cut_elsewhere_are_other_calibration(tmp_path, monkeypatch):
     folder, text = saved(tmp_path / "dense"), tokens(1, 40)[0]
     for _ in stopped_after(monkeypatch, 1):
@@ -610,6 +627,7 @@ def test_what_is_known_of_a_run_and_was_damaged(file, tmp_path, monkeypatch):
                 prune(folder, tmp_path / "out")
 
 
+@pytest.mark.own
 def test_blocks_of_a_run_that_nothing_is_known_of_are_not_taken(tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
     left = interrupted(folder, tmp_path / "out", monkeypatch)
@@ -619,6 +637,7 @@ def test_blocks_of_a_run_that_nothing_is_known_of_are_not_taken(tmp_path, monkey
     prune(folder, tmp_path / "out", resume=False)
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("name", [".out.partial", ".out.partial/qprecon_progress"])
 def test_a_file_where_an_unfinished_run_would_be(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -638,6 +657,7 @@ def test_weights_that_are_not_finite_are_named(where, tmp_path):
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
 
 
+@pytest.mark.own
 def test_sparsity_and_pattern_say_one_thing():
     with pytest.raises(ValueError, match="sparsity 0.9 contradicts pattern .2:4."):
         prune_model(build("llama"), tokens(4), sparsity=0.9, pattern="2:4", progress=False)
@@ -679,6 +699,7 @@ def test_float64_from_disk_to_disk_and_again(tmp_path):
     prune(tmp_path / "out", tmp_path / "again", pattern="2:4")
 
 
+@pytest.mark.own
 @pytest.mark.parametrize("small, ahead", [(True, [{2}, {0, 1}, set()]), (False, [{2}, {0}, set()])])
 def test_blocks_of_a_backward_pass_are_read_while_another_is_computed(small, ahead, tmp_path, monkeypatch):
     """Three blocks, two together: what is asked for when the head's gradients begin, and each backward pass."""
