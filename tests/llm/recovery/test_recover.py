@@ -432,6 +432,13 @@ def test_nothing_pruned_and_the_wrong_order():
         run(model, model)
 
 
+def test_masks_that_prune_nothing_are_named():
+    model, dense = pair()
+    masks = {view.name: torch.ones_like(view.weights_NK(), dtype=torch.bool) for view in views_of(model)}
+    with pytest.raises(ValueError, match="^masks: none of them"):
+        run(model, dense, masks=masks)
+
+
 def test_models_that_do_not_belong_together():
     model, _ = pair()
     other = build("llama")
