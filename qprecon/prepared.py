@@ -163,7 +163,7 @@ class PreparedHessian:
                 where pruned.
         """
         problem = self.problem(W, mask, rhs=rhs, constant=constant)
-        return rounded(self._at(problem.place), problem, start, grid, Effort(method, **effort))
+        return rounded(self._at(problem.place), problem, start, grid, Effort.of(method, effort))
 
     def problem(
         self,

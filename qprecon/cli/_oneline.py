@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -47,8 +47,9 @@ class Parser(argparse.ArgumentParser):
         here = {action.dest: _written(action) for action in self._actions}
         if (name := flag.strip("-").replace("-", "_")) in here:
             self.error(f"unknown flag {first}; did you mean {here[name]}?")
-        known = [flag for action in self._actions for flag in action.option_strings]
-        self.error(f"unknown flag {first}{elsewhere(name, here) or did_you_mean(flag, known)}")
+        flags = {flag.strip("-"): flag for action in self._actions for flag in action.option_strings}
+        near = did_you_mean(flag.strip("-"), flags)  # the dashes are alike in all of them
+        self.error(f"unknown flag {first}{elsewhere(name, here) or near}")
 
 
 def _written(action: argparse.Action) -> str:
@@ -63,7 +64,7 @@ def _as_flag(flags: Sequence[str], found: re.Match[str]) -> str:
     return flags[-1] if value == "False" and len(flags) > 1 else f"{flags[0]} {value}"
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown word."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word; `known` may be a mapping to what is written for one."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {known[near[0]] if isinstance(known, Mapping) else near[0]}?" if near else ""

@@ -21,8 +21,11 @@ from ..arrays.interop import Array, cast, dtype_name, from_core, is_sparse, kind
 from ..contract.options import as_number
 from ..prepared import prepare
 from ..problem.hessian import mean_diagonal
+from ..status import Status
 from ..wording import counted
 from .moments import Moments, gram
+
+_SET_HERE = {"W", "mask", "backend", "rhs", "constant", "lower", "upper", "tol", "dtype"}  # arguments of a solve
 
 
 class MaskedRidge:
@@ -85,6 +88,10 @@ class MaskedRidge:
         alpha = as_number(self.alpha, "alpha")
         if not 0.0 <= alpha < np.inf:
             raise ValueError(f"alpha must be finite and not negative, got {self.alpha!r}")
+        options = dict(self.solve_options or {})
+        if twice := sorted(options.keys() & _SET_HERE):
+            instead = f"give {twice[0]}=… itself" if twice[0] in _names(type(self)) else "leave it out"
+            raise ValueError(f"solve_options: {twice[0]!r} is what {type(self).__name__} hands to the solver by itself; {instead}")
         n, k = (int(size) for size in moments.rhs.shape)
         place = place_of(moments.H)
         mean = mean_diagonal(to_core(moments.H, place, "H"))
@@ -93,8 +100,10 @@ class MaskedRidge:
         solution = prepare(moments.H, damping=alpha / mean if mean > 0.0 else 0.0).solve(
             zeros_NK, np.ones((n, k), dtype=bool) if self.mask is None else self._transposed(self.mask, (n, k), "mask"),
             self.backend, rhs=moments.rhs, constant=moments.constant, tol=self.tol, dtype="float64", **limits,
-            **(self.solve_options or {}),
+            **options,
         )  # fmt: skip
+        if (invalid := [j for j, status in enumerate(solution.status) if status is Status.INVALID_INPUT]):  # the moments are finite
+            raise ValueError(f"lower or upper holds NaN, first for output {invalid[0]}")
         if not solution.optimal.all():
             many = f"{int((~solution.optimal).sum())} of {counted(k, 'output')}"
             warnings.warn(f"{many} not certified to {self.tol:g}: see solution_; alpha > 0 or more rows may help", stacklevel=3)

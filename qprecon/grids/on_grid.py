@@ -16,6 +16,7 @@ Shapes: N inputs, K columns, G groups of inputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -65,6 +66,14 @@ class Effort:
     sweeps: int = 2
     refits: int = 2
     repeats: int = 1
+
+    @staticmethod
+    def of(method: str, numbers: Mapping[str, int]) -> Effort:
+        """TypeError for a number of something else."""
+        known = [field.name for field in fields(Effort) if field.name != "method"]
+        if other := [name for name in numbers if name not in known]:
+            raise TypeError(f"round() got an unexpected keyword argument {other[0]!r}; there are {', '.join(known)}")
+        return Effort(method, **numbers)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -94,6 +94,7 @@ def test_flags_that_cannot_be_read_name_themselves(capsys, options, culprits):
         ("prune M O --act-order", "; here that is --rounding: gptq-order"),
         ("prune M O --groupsize 128", "; here that is --group-size."),
         ("prune M O --group_size 128", "; did you mean --group-size?"),
+        ("prune M O --batch-size 4", "unknown flag --batch-size."),  # nothing is near but the dashes
         ("prune M O --dataset c4", "; here that is --calib: a file of text or a name on the hub"),
         ("prune M O --num_calibration_samples 512", "; here that is --nsamples."),
         ("prune M O --max_seq_length 2048", "; here that is --seqlen."),

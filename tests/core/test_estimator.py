@@ -148,12 +148,16 @@ BAD = [
     ({"alpha": None}, "alpha must be a number, got None"),
     ({"alpha": "1"}, "alpha must be a number, got '1'"),
     ({"lower": np.zeros(3)}, "lower"),
+    ({"lower": np.nan}, "lower or upper holds NaN, first for output 0"),
+    ({"upper": np.where(np.arange(4) == 2, np.nan, 9.0)[:, None] * np.ones(12)}, "lower or upper holds NaN, first for output 2"),
+    ({"solve_options": {"rhs": 1}}, "^solve_options: 'rhs' is what MaskedRidge hands .*; leave it out"),
+    ({"solve_options": {"tol": 1e-3}}, "^solve_options: 'tol' .*; give tol=… itself"),
     ({"backend": "colesky"}, "cholesky"),
     ({"solve_options": {"bach_size": 3}}, "batch_size"),
 ]
 
 
-@pytest.mark.parametrize(("given", "named"), BAD, ids=[named[:12] for _, named in BAD])
+@pytest.mark.parametrize(("given", "named"), BAD, ids=[named[:40] for _, named in BAD])
 def test_what_is_refused_is_named(given, named):
     x, y, _, _ = data()
     with pytest.raises(ValueError, match=named):

@@ -244,6 +244,8 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=word):
             prepared.round(w, mask, start, grid, **options)
+    with pytest.raises(TypeError, match="^round.* unexpected keyword argument 'passes'; there are sweeps, refits, repeats"):
+        qprecon.prepare(np.eye(8)).round(np.ones((8, 2)), np.ones((8, 2)), np.ones((8, 2)), "bf16", passes=3)
 
 
 @pytest.mark.gpu

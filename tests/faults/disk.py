@@ -87,10 +87,11 @@ def _lasting(folder: Path) -> dict[str, str]:
 
 
 def full_disk(server: Server, models: Models, folder: Path, tally: Tally, step: int = 1, only: str = "") -> None:
-    """Every case, with each fault in turn (or each `step`-th)."""
-    for case in make_cases(server, models, folder):
+    """Every case, with each fault in turn (or each `step`-th, of each case from another one on)."""
+    cases = make_cases(server, models, folder)
+    for number, case in enumerate(cases):
         if only in case.name:
-            for fault in list(_faults(case))[::step]:
+            for fault in list(_faults(case))[number * step // len(cases) :: step]:
                 _check(server, case, fault, tally)
 
 

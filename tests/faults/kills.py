@@ -91,15 +91,16 @@ def kills_at_changes(
     server: Server, models: Models, folder: Path, tally: Tally, kinds=("llama", "llama-pickled"), step=1,
     known: Known | None = None,
 ) -> None:  # fmt: skip
-    """A run killed at each of the changes that it makes to files, in turn (or at each `step`-th)."""
-    for kind in kinds:
+    """A run killed at each of its changes of files, in turn (or at each `step`-th, of each run from another one on)."""
+    for place, kind in enumerate(kinds):
         run = reference(server, models, kind, folder / f"changes-{kind}", known)
-        for prepared in ("nothing", "an earlier output"):
+        for half, prepared in enumerate(("nothing", "an earlier output")):
             there, changes = prepared != "nothing", folder / "changes"
             _prepare(run, there)
             fault = {"kind": "at_change", "at": 0, "below": str(run.out.parent), "do": "kill", "told": str(changes)}
             _well(server.run(run.command, fault))
-            for at in range(1, int(changes.read_text()) + 1, step):
+            first = 1 + (2 * place + half) * step // (2 * len(kinds))
+            for at in range(first, int(changes.read_text()) + 1, step):
                 _prepare(run, there)
                 ended = server.run(run.command, {**fault, "at": at})
                 tally.counts["killed at a change of a file"] += 1

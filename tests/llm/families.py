@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers as tf
 
@@ -94,11 +96,14 @@ FAMILIES = {
 }
 
 
-def build(family: str, **sizes: int) -> torch.nn.Module:
+def build(family: str, **sizes: Any) -> torch.nn.Module:
     """The model of a family, in eval mode; weights depend on the name only. sizes: of its configuration, in place of its own."""
     torch.manual_seed(len(family))
     model = FAMILIES[family][0]().eval()
     if sizes:
+        if layers := sizes.get("num_hidden_layers"):
+            types = getattr(model.config, "layer_types", None)
+            sizes |= {"layer_types": types[:layers]} if types else {}
         model.config.update(sizes)
         model = type(model)(model.config).eval()
     with torch.no_grad():

@@ -132,7 +132,7 @@ def _text_of(path: Path, place: str, row: Any) -> str:
         return text
     if isinstance(row, dict) and "text" in row:
         raise BadFileError(f'{path}, {place}: "text" is no string but {row["text"]!r:.40}')
-    has = f"; it has {', '.join(map(repr, list(row)[:8]))}" if isinstance(row, dict) else f", it is {row!r:.40}"
+    has = f"; it has {', '.join(map(repr, list(row)[:8]))}" if isinstance(row, dict) and row else f", it is {row!r:.40}"
     raise BadFileError(f'{path}, {place}: no "text" string in the row{has}{_way_out(row)}')
 
 

@@ -64,12 +64,14 @@ def cut_windows(
             first `seqlen` tokens, and skips shorter documents.
 
     Raises:
-        TypeError: `source` is of another kind. ValueError: a bad `seqlen` or `bos`, text without a tokenizer, or
+        TypeError: `source` or the tokenizer is of another kind. ValueError: a bad `seqlen` or `bos`, text without a tokenizer, or
         "each" with a tokenizer that has no BOS.
     """
     check_cut(seqlen, bos)
     if is_text(source) and tokenizer is None:
         raise ValueError("text needs the model's tokenizer, and there is none: give tokenizer=..., or token ids instead of text")
+    if is_text(source) and not callable(tokenizer):
+        raise TypeError(f"tokenizer: a tokenizer of transformers, as AutoTokenizer loads it, got {type(tokenizer).__name__}")
     documents = documents_of(source)
     from_text = bool(documents) and isinstance(documents[0], str)
     policy = resolve_bos(bos, tokenizer) if from_text or bos != "auto" else "none"

@@ -16,7 +16,7 @@ from qprecon.llm.calibration.windows import DEFAULT_SEQLEN, check_length
 from qprecon.llm.evaluation.asked import check_asked
 from qprecon.llm.evaluation.perplexities import PerplexityResult, check_perplexity, perplexity, text_windows
 from qprecon.llm.files.folders import model_folder
-from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole
+from qprecon.llm.model.loading import check_loadable, load_tokenizer, load_whole
 from qprecon.llm.reporting.progress import library_bars
 from qprecon.wording import counted
 
@@ -69,7 +69,7 @@ def evaluate(
     options, task_options = dict(perplexity_options or {}), dict(task_options or {})
     _check_asked(local_path(model), text, tasks, save, size, options, task_options)
     folder = model_folder(model)
-    config = load_config(folder)
+    config = check_loadable(folder, device)
     cutting = {name: options[name] for name in ("seqlen", "bos") if name in options}
     if text is not None:
         check_length(config, cutting.get("seqlen", DEFAULT_SEQLEN))

@@ -28,7 +28,7 @@ from qprecon.llm.model.blocks import check_finite
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
 from qprecon.llm.model.dtypes import as_dtype
-from qprecon.llm.model.loading import load_config, load_tokenizer, load_whole
+from qprecon.llm.model.loading import check_loadable, load_tokenizer, load_whole
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_bar
 from qprecon.wording import counted
@@ -117,7 +117,7 @@ def perplexity(
         check_language_model(model)
     else:  # the text is looked at before the weights are loaded
         model = model_folder(model)
-        check_length(load_config(model), seqlen)
+        check_length(check_loadable(model, device), seqlen)
         if tokenizer is None and is_text(tokens_or_text):
             tokenizer = load_tokenizer(model, needed_by="text")
     cut = tokens_or_text if isinstance(tokens_or_text, TokenWindows) else text_windows(tokens_or_text, tokenizer, seqlen, bos)

@@ -23,7 +23,7 @@ from qprecon.llm.files.hub import offline_if_silent
 from qprecon.llm.files.kinds import check_language_model
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 from qprecon.llm.model.devices import computing_on, put_back_after_an_error
-from qprecon.llm.model.loading import load_tokenizer, load_whole
+from qprecon.llm.model.loading import check_loadable, load_tokenizer, load_whole
 from qprecon.llm.model.unprunable import check_unwrapped
 from qprecon.llm.reporting.progress import progress_mode
 
@@ -86,6 +86,8 @@ def evaluate_tasks(
     if not isinstance(model, str | Path):
         check_language_model(model)
     names = check_tasks(tasks, data_dir=data_dir, limit=limit)
+    if isinstance(model, str | Path):
+        check_loadable(model, device)
     bar = progress_mode(progress) == "bar"
     started = time.perf_counter()
     with _quiet(hide_bars=not bar):

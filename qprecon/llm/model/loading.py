@@ -137,6 +137,16 @@ def _unpacking(config: Any) -> dict[str, Any]:
     return {"quantization_config": CompressedTensorsConfig(**({"dequantize": True} if newer else {"run_compressed": False}))}
 
 
+def check_loadable(model: str | Path, device: str | torch.device | None = None) -> Any:
+    """The configuration of a model folder or hub name that can be loaded there as far as names, config.json and the headers of
+    its files tell. Raises as `load_causal_lm` does."""
+    choose_device(device)
+    folder = model_folder(model)
+    config = _config(folder, str(model))
+    check_kinds(folder, check_files(weight_files(folder)), config)
+    return config
+
+
 def load_config(model: str | Path) -> Any:
     """The configuration of a model folder or hub name, without its weights. Raises as `load_causal_lm` does."""
     return _config(model_folder(model), str(model))

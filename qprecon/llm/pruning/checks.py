@@ -136,7 +136,7 @@ def _check_solve_options(method: Method) -> None:
         raise ValueError(f"solve_options: {twice[0]!r} is what prune_model hands to the solver by itself; {instead}")
     for name in ("lower", "upper"):
         bound = method.solve_options.get(name)
-        if bound is not None and not is_number(bound):
+        if bound is not None and not (is_number(bound) and bound == bound):
             raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
 
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from qprecon.files import local_path
-from qprecon.llm.files.kinds import check_kinds, check_language_model, check_unquantised, quantised_by
-from qprecon.llm.files.weight_files import check_files, weight_files
+from qprecon.llm.files.kinds import check_language_model, check_unquantised, quantised_by
 from qprecon.llm.model.blocks import check_finite, find_blocks
 from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
-from qprecon.llm.model.loading import HasTokenizer, load_config, load_tokenizer, load_whole, model_folder
+from qprecon.llm.model.loading import HasTokenizer, check_loadable, load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
 from qprecon.llm.recovery.placing import compute_dtype
 from qprecon.llm.recovery.trained import own_part
@@ -99,9 +98,8 @@ def load_pair(pair: Pair, dtype: Any, device: torch.device) -> Pair:
 
 def _frame(model: str | Path) -> nn.Module:
     """The skeleton of a model whose files have been found to be whole."""
-    folder = model_folder(model)
-    check_kinds(folder, check_files(weight_files(folder)), load_config(model))
-    return skeleton(folder, None, torch.float32)
+    check_loadable(model)
+    return skeleton(model_folder(model), None, torch.float32)
 
 
 def _heads(model: nn.Module) -> list[str]:

@@ -95,6 +95,8 @@ def select_trained(model: nn.Module, blocks: Sequence[Block], words: Collection[
         weights += mask_NK.numel()
         zeros += own_zeros
         empty += [view.name] if own_zeros == mask_NK.numel() else []
+    if not pruned and given:
+        raise ValueError(f"masks: none of them, nor a layer without one, has {LEAST_ZEROS:.0%} zeros, so nothing is pruned")
     if not pruned:
         raise ValueError(
             f"model: no linear layer of its blocks has {LEAST_ZEROS:.0%} of its weights at zero, so nothing is pruned; the pruned "

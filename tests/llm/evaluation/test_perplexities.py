@@ -147,6 +147,11 @@ def test_bad_arguments_are_named(model, tokens, arguments, match):
         perplexity(model, tokens, **arguments)
 
 
+def test_a_tokenizer_that_is_none_is_named(model):
+    with pytest.raises(TypeError, match="^tokenizer: a tokenizer of transformers, .* got str"):
+        perplexity(model, words(50), tokenizer="gpt2", seqlen=16)
+
+
 def test_windows_longer_than_the_models_positions_are_refused():
     with pytest.raises(ValueError, match="seqlen=32"):
         perplexity(toy_llama(positions=32), torch.zeros(100, dtype=torch.long), seqlen=33)
@@ -162,6 +167,25 @@ def test_they_are_refused_before_the_weights_of_a_folder_are_read(tmp_path, monk
         assessment.evaluate(tmp_path, text="builtin", perplexity_options={"seqlen": 33})
     with pytest.raises(ValueError, match="2,048 tokens, but the model has 32 positions"):
         assessment.evaluate(tmp_path, text="builtin")
+
+
+def test_a_device_and_files_that_will_not_do_are_refused_before_the_text_is_read(tmp_path, monkeypatch):
+    toy_llama().save_pretrained(tmp_path)
+    toy_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(evaluation, "text_windows", lambda *a, **k: pytest.fail("the text was cut"))
+    monkeypatch.setattr(assessment, "text_windows", lambda *a, **k: pytest.fail("the text was cut"))
+    ways = (
+        lambda **more: assessment.evaluate(tmp_path, text="builtin", **more),
+        lambda **more: perplexity(tmp_path, words(4096), **more),
+    )
+    for way in ways:
+        with pytest.raises(ValueError, match="'cuda:99' was asked for"):
+            way(device="cuda:99")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    for way in ways:
+        with pytest.raises(ValueError, match="model.safetensors is cut short"):
+            way(device="cpu")
 
 
 def test_nan_logits_are_an_error_with_the_window():

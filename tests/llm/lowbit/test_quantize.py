@@ -1,5 +1,6 @@
 """`prune_model(quantize=…)`: transformers loads what was audited, as it is, from memory and from disk to disk."""
 
+import functools
 import json
 import warnings
 
@@ -24,6 +25,11 @@ WIDE = {"qwen2-moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_s
 GRIDS = (("int8", None), ("int4", 16), ("int3", 16), ("fp8", None), ("nvfp4", None))
 # For tests of files, which are written alike whatever chose the values: a tenth of the time of the defaults.
 QUICK = {"preset": "fast", "backend": "cholesky", "rounding": "nearest", "progress": False}
+
+
+def small(family="llama", **sizes):
+    """In bfloat16, with two blocks: the second is calibrated on what the first became, a third would prove nothing more."""
+    return build(family, num_hidden_layers=2, **sizes).to(torch.bfloat16)
 
 
 def loaded(folder, **more):
@@ -53,7 +59,7 @@ def skip_what_is_not_read(quantize, dtype):
 def test_a_model_in_memory_and_its_files(quantize, group_size, pattern, tmp_path):
     """The files hold, bit for bit, what the model holds that was pruned; zeros where the masks have them."""
     skip_what_is_not_read(quantize, torch.bfloat16)
-    model = build("llama").to(torch.bfloat16)
+    model = small()
     settings = {"progress": False} if pattern == "50%" else QUICK
     settings = settings | {"quantize": quantize, "group_size": group_size, "pattern": pattern, "save_masks": True}
     report = prune_model(model, tokens(6), out=tmp_path / "out", **settings)
@@ -73,10 +79,11 @@ def test_a_model_in_memory_and_its_files(quantize, group_size, pattern, tmp_path
     assert PruneReport.load(tmp_path / "out").layers[0].bits == report.layers[0].bits
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama-tied"])
-@pytest.mark.parametrize(("quantize", "group_size"), [("int4", 16), ("fp8", None)])
+@pytest.mark.parametrize(("family", "quantize", "group_size"), [
+    ("llama", "int4", 16), ("gemma3", "int4", 16), ("gemma3", "fp8", None), ("llama-tied", "fp8", None),
+])  # fmt: skip
 def test_from_disk_to_disk_it_writes_what_it_writes_from_memory(family, quantize, group_size, tmp_path):
-    build(family).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    small(family).save_pretrained(tmp_path / "dense")
     settings = QUICK | {"quantize": quantize, "group_size": group_size}
     report = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "streamed", **settings)
     assert report.settings["streamed"] is True and report.settings["quantize"] == quantize
@@ -106,6 +113,7 @@ def stopped_at_the_third(monkeypatch, run):
             run()
 
 
+@pytest.mark.own
 def test_a_model_that_was_changed_meanwhile_is_noticed(tmp_path, monkeypatch):
     """Also where the finished block holds its weights packed, under other names than the model's."""
     dense, settings = build("llama").to(torch.bfloat16), {"quantize": "int8", "progress": False, "preset": "fast"}
@@ -150,19 +158,23 @@ def test_what_cannot_be_quantized_is_named_before_the_run(tmp_path):
         prune_model(build("gpt2"), windows, out=tmp_path / "out", quantize="int8", progress=False)
 
 
+@functools.cache
+def rounded(rounding):
+    """A model and its report; nobody changes them."""
+    model = build("llama", num_hidden_layers=2)
+    return model, prune_model(model, tokens(6), quantize="int4", group_size=16, **QUICK | {"rounding": rounding}, update="none")
+
+
+@pytest.mark.own
 @pytest.mark.parametrize("rounding", ["sweep", "descent", "gptq", "gptq-start", "nearest"])
 def test_every_rounding_stores_values_of_the_grid(rounding):
     """At most 16 values of an output's weights in a group, and no more cost than nearest values."""
-    errors = {}
-    for name in (rounding, "nearest"):
-        model = build("llama")
-        report = prune_model(model, tokens(6), quantize="int4", group_size=16, **QUICK | {"rounding": name}, update="none")
-        errors[name] = report.layers[0].error_stored
+    model, report = rounded(rounding)
     for row in report.layers:
         groups = model.get_submodule(row.name).weight.detach().reshape(row.n_outputs, -1, 16)
         assert all(len(group.unique()) <= 16 for output in groups for group in output)
     if rounding in ("sweep", "descent"):
-        assert errors[rounding] < errors["nearest"]
+        assert report.layers[0].error_stored < rounded("nearest")[1].layers[0].error_stored
 
 
 def test_qprecon_eval_reads_it(tmp_path, capsys):
@@ -194,7 +206,7 @@ def test_2_4_is_found_in_low_bit_files(monkeypatch, tmp_path):
     """`qprecon check-sparse` unpacks them; the sparse kernels themselves need a GPU, so a product stands in for them here."""
     from qprecon.llm.evaluation import sparse_check
 
-    model = build("llama").to(torch.bfloat16)
+    model = small()
     report = prune_model(model, tokens(6), out=tmp_path / "out", quantize="int8", pattern="2:4", **QUICK)
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda weight: weight)
     monkeypatch.setattr(sparse_check, "_REPEATS", 1)
@@ -210,7 +222,7 @@ def test_codes_of_8_bits_are_found_in_files(quantize, largest, tmp_path):
     from qprecon.llm.evaluation.sparse_check import check_sparse
     from qprecon.llm.evaluation.sparse_products import LOW_BITS, products
 
-    model = build("llama").to(torch.bfloat16)
+    model = small()
     prune_model(model, tokens(6), out=tmp_path / "out", quantize=quantize, pattern="2:4", **QUICK)
     read = loaded(tmp_path / "out").model.layers[0].mlp.down_proj
     codes = products(quantize).weights(read.weight, read.weight_scale)
@@ -220,10 +232,11 @@ def test_codes_of_8_bits_are_found_in_files(quantize, largest, tmp_path):
     assert not found.ok and not found.not_2_4 and all("refused" in row.problem for row in found.rows)
 
 
+@pytest.mark.own
 def test_8_bit_kernels_need_one_scale_an_output(tmp_path):
     from qprecon.llm.evaluation.sparse_check import check_sparse
 
-    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    small().save_pretrained(tmp_path / "dense")
     settings = QUICK | {"pattern": "2:4", "update": "none"}
     for number, more in enumerate(({}, {"quantize": "int8", "group_size": 16}, {"quantize": "fp8"})):
         prune_model(tmp_path / "dense", tokens(6), out=tmp_path / str(number), **settings, **more)
@@ -239,7 +252,7 @@ def test_8_bit_kernels_need_one_scale_an_output(tmp_path):
 ])  # fmt: skip
 def test_fused_experts_are_packed_one_by_one(family, quantize, group_size, tmp_path):
     """transformers puts them together again: the fused parameters hold what was audited, bit for bit, gate and up in place."""
-    build(family).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    small(family).save_pretrained(tmp_path / "dense")
     settings = QUICK | {"quantize": quantize, "group_size": group_size}
     report = prune_model(tmp_path / "dense", tokens(6), out=tmp_path / "out", **settings)
     own = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype="auto")
@@ -265,8 +278,7 @@ def test_fused_experts_are_packed_one_by_one(family, quantize, group_size, tmp_p
 )
 def test_experts_that_stay_dense_are_read_bit_for_bit_or_refused_before_the_work(family, quantize, group_size, tmp_path):
     """Beside packed layers only those of fp8 are read. test_grids_families has experts that are packed."""
-    model = build(family, **WIDE[family]) if quantize in ("nvfp4", "mxfp4") else build(family)
-    model.to(torch.bfloat16)
+    model = small(family, **WIDE[family]) if quantize in ("nvfp4", "mxfp4") else small(family)
     settings = QUICK | {"quantize": quantize, "group_size": group_size, "ignore": ["*.experts.*"]}
     before = {name: own.clone() for name, own in model.state_dict().items()}
     if quantize != "fp8":
@@ -285,7 +297,7 @@ def test_experts_that_stay_dense_are_read_bit_for_bit_or_refused_before_the_work
 def test_it_is_loaded_in_float32_with_the_values_that_were_written(quantize, group_size, tmp_path):
     """As `qprecon eval` loads it on a CPU; 4-bit floats came out as bfloat16 between layers of float32, and failed."""
     skip_what_is_not_read(quantize, torch.bfloat16)
-    model = build("llama", intermediate_size=64).to(torch.bfloat16)
+    model = small(intermediate_size=64)
     prune_model(model, tokens(2), out=tmp_path / "out", quantize=quantize, group_size=group_size, **QUICK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -354,7 +366,7 @@ def test_experts_without_their_whole_scale_are_not_read(tmp_path):
 def folders(tmp_path_factory):
     """A dense model's folder, and folders of it pruned to 2:4 and in few bits."""
     folder = tmp_path_factory.mktemp("folders")
-    build("llama").save_pretrained(folder / "dense")
+    build("llama", num_hidden_layers=2).save_pretrained(folder / "dense")
     for quantize, group_size in (("int4", 16), ("int8", None), ("fp8", None)):
         prune_model(
             folder / "dense", tokens(6), out=folder / quantize, quantize=quantize, group_size=group_size, pattern="2:4",
@@ -371,7 +383,7 @@ def test_the_zeros_of_codes_are_masks(folders, quantize):
     for name, mask in saved.items():
         assert not (read[name] & ~mask).any() and read[name].sum() > 0.8 * mask.sum()
     settings = {"mask": "given", "mask_options": {"masks": folders / quantize}, "preset": "fast", "progress": False}
-    report = prune_model(build("llama"), tokens(6), **settings)
+    report = prune_model(build("llama", num_hidden_layers=2), tokens(6), **settings)
     assert report.sparsity >= 0.5
 
 

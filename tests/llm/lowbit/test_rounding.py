@@ -11,6 +11,8 @@ from qprecon.llm.lowbit import rounding
 from tests.contract.families import real_layer, real_layers
 from tests.llm.families import build, tokens
 
+pytestmark = pytest.mark.own
+
 
 def solved(name):
     h, w, _ = real_layer(name)

@@ -28,7 +28,7 @@ def copied(model):
 def test_the_answer_is_that_of_a_float32_run_in_the_stored_dtype(family):
     # On dense inputs, since later layers are otherwise calibrated on what the stored weights of the earlier ones give.
     settings = WIDE | {"propagate": "dense"}
-    narrow, wide = build(family).bfloat16(), build(family).bfloat16().float()
+    narrow, wide = build(family, num_hidden_layers=2).bfloat16(), build(family, num_hidden_layers=2).bfloat16().float()
     kept = copied(narrow)
     report = prune_model(narrow, tokens(), **settings)
     expected = prune_model(wide, tokens(), **settings)
@@ -47,7 +47,7 @@ def test_the_answer_is_that_of_a_float32_run_in_the_stored_dtype(family):
     )],
 ])  # fmt: skip
 def test_from_disk_as_in_memory(arguments, stored, tmp_path):
-    build("llama-tied").to(stored).save_pretrained(tmp_path / "dense")
+    build("llama-tied", num_hidden_layers=2).to(stored).save_pretrained(tmp_path / "dense")
     model, _ = load_causal_lm(tmp_path / "dense", device="cpu", dtype="auto")  # what is built has buffers of 16 bits
     report = prune_model(tmp_path / "dense", tokens(), out=tmp_path / "out", **WIDE, **arguments)
     prune_model(model, tokens(), **WIDE, **arguments)

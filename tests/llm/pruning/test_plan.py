@@ -166,6 +166,7 @@ def test_tied_linears_stay_dense():
         (dict(solve_options={"backend": "pcg"}), ValueError, "solve_options: 'backend' .*; give backend=... itself"),
         (dict(solve_options={"warm_start": 0}), ValueError, "solve_options: 'warm_start' .*; leave it out"),
         (dict(solve_options={"lower": "abc"}), ValueError, "solve_options: lower must be one number, for .* all layers, got 'abc'"),
+        (dict(solve_options={"upper": float("nan")}), ValueError, "solve_options: upper must be one number, .*, got nan"),
         (dict(solve_options={"max_iterations": "x"}), ValueError, "max_iterations must be a positive integer"),
         (dict(device="meta"), ValueError, "device 'meta': models cannot run there; use auto, cpu, cuda"),
         (dict(store="gpu"), ValueError, "unknown store 'gpu': use auto, cpu, cuda or cuda:1"),

@@ -106,7 +106,7 @@ def with_dense_in_parts(rank):
         seen.append(all(isinstance(parameter, DTensor) for parameter in model.parameters()))
         return model, parts
 
-    memory.Memory.fits = lambda self, more=0: fits(self, more) and not (rank and self.device["dense model"] > 100_000)
+    memory.Memory.fits = lambda self, more=0: fits(self, more) and not (rank and self.device["dense model"] > 70_000)
     training.in_parts = watched
     return recovered(rank), seen
 

@@ -18,8 +18,9 @@ def views_of(model):
 
 @torch.no_grad()
 def pair(family="llama", share=0.5, dtype=torch.float32):
-    """A model with this share of the smallest weights of each layer at zero, without qprecon.prune_model, and the dense one."""
-    dense = build(family).to(dtype)
+    """A model of two blocks with this share of the smallest weights of each layer at zero, without qprecon.prune_model, and the
+    dense one."""
+    dense = build(family, num_hidden_layers=2).to(dtype)
     model = copy.deepcopy(dense)
     for view in views_of(model):
         weights = view.weights_NK()

@@ -409,7 +409,7 @@ def test_a_model_of_nothing_but_zeros_has_nothing_to_train():
     model, dense = pair()
     for view in views_of(model):
         view.write(torch.zeros_like(view.weights_NK()))
-    with pytest.raises(ValueError, match="all weights of its 21 pruned layers are zero"):
+    with pytest.raises(ValueError, match="all weights of its 14 pruned layers are zero"):
         run(model, dense)
     assert run(model, dense, train=["norms"]).trained == sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
 
@@ -430,6 +430,13 @@ def test_nothing_pruned_and_the_wrong_order():
         run(model, copy.deepcopy(model))
     with pytest.raises(ValueError, match="same model"):
         run(model, model)
+
+
+def test_masks_that_prune_nothing_are_named():
+    model, dense = pair()
+    masks = {view.name: torch.ones_like(view.weights_NK(), dtype=torch.bool) for view in views_of(model)}
+    with pytest.raises(ValueError, match="^masks: none of them"):
+        run(model, dense, masks=masks)
 
 
 def test_models_that_do_not_belong_together():
@@ -502,14 +509,14 @@ def test_a_head_that_only_the_files_say_is_its_own(tmp_path):
         with pytest.raises(ValueError, match="lm_head.weight does not exist"):
             run(model, tmp_path / "dense")
     else:
-        assert run(model, tmp_path / "dense").layers == 21
+        assert run(model, tmp_path / "dense").layers == 14
 
 
 @pytest.mark.own
 def test_weights_that_are_not_finite_are_named_first():
     model, dense = pair()
-    dense.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.inf
-    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.down_proj\.weight"):
+    dense.model.layers[1].mlp.down_proj.weight.data[0, 0] = math.inf
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight"):
         run(model, dense)
 
 

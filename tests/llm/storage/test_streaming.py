@@ -25,12 +25,13 @@ from qprecon.llm.storage import journal, output, sources, whole
 from qprecon.llm.storage.checkpoint import NotStreamable, check_streamable, open_shards, skeleton
 from tests.llm.families import FAMILIES, build, tokens
 
+TWO = {"num_hidden_layers": 2}  # blocks, of which the second is calibrated on what the first became
 # From version 5 on transformers stores their experts under other names than it holds them.
 CONVERTED = {"mixtral", "qwen2-moe"} if int(transformers.__version__.split(".")[0]) >= 5 else set()
 
 
-def saved(folder, family="llama", dtype=torch.bfloat16, **options):
-    build(family).to(dtype).save_pretrained(folder, **options)
+def saved(folder, family="llama", dtype=torch.bfloat16, sizes=None, **options):
+    build(family, **(sizes or {})).to(dtype).save_pretrained(folder, **options)
     return folder
 
 
@@ -48,7 +49,7 @@ def prune(model, out=None, **arguments):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_bits_as_in_memory(family, tmp_path):
-    folder = saved(tmp_path / "dense", family, max_shard_size="40KB")
+    folder = saved(tmp_path / "dense", family, sizes=TWO, max_shard_size="40KB")
     model, _ = load_causal_lm(folder, device="cpu", dtype="auto")
     expected = prune(model)
     report = prune(folder, tmp_path / "out")
@@ -72,7 +73,7 @@ def test_the_same_bits_as_in_memory(family, tmp_path):
     {"order": True, "drift": "auto", "token_weights": 1.0},
 ])  # fmt: skip
 def test_the_same_bits_with_other_settings(arguments, tmp_path):
-    folder = saved(tmp_path / "dense", "llama-tied")
+    folder = saved(tmp_path / "dense", "llama-tied", sizes=TWO)
     model, _ = load_causal_lm(folder, device="cpu", dtype=arguments.get("dtype", "auto"))
     prune(model, **{key: value for key, value in arguments.items() if key != "dtype"})
     assert prune(folder, tmp_path / "out", **arguments).settings["streamed"]
