@@ -39,8 +39,8 @@ def relative_error(x, dense, new):
     return float((x @ (new - dense).double().T).square().sum() / (x @ dense.double().T).square().sum())
 
 
-@pytest.mark.own
 # Every setting with the preset that has most of the others on, and each once more with one that has fewer.
+@pytest.mark.own
 @pytest.mark.parametrize(("preset", "settings"), [
     *[("best", settings) for settings in ({}, {"drift": "auto"}, {"adapter_rank": 2}, {"mask": "sparsegpt", "update": "own"})],
     ("balanced", {"drift": "auto"}), ("balanced", {"mask": "sparsegpt", "update": "own"}),

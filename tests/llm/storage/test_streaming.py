@@ -608,7 +608,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("file", ["block-00000.json", "outside.json", "fingerprint.json", "model_times.json"])
 def test_what_is_known_of_a_run_and_was_damaged(file, tmp_path, monkeypatch):
     """An entry is made again with its file; where the rest does not say what it was, the run is not continued."""
-    folder = saved(tmp_path / "dense")
+    folder = saved(tmp_path / "dense", sizes=TWO)
     prune(folder, tmp_path / "whole")
     interrupted(folder, tmp_path / "first", monkeypatch)
     left = output.partial_folder(tmp_path / "first")
