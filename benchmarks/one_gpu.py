@@ -22,10 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LOW_BITS = (
-    "50%:int4:ours:best", "50%:bf16:ours:best", "dense:int4:ours:best", "dense:int4:gptq:best", "2:4:int4:ours:best",
-    "50%:fp8:ours:fast",
-)  # fmt: skip
+BEST_BITS = ("50%:int8:ours:best", "50%:fp8:ours:best")
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,9 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
             "--seconds", "150", "--out", f"{results}/faults_gpu.json",
         ), lane="faults"),
         quality("a_gemma", "gemma3", "--recover", "only", "--cases", "50%:best", "--tasks"),
-        quality("b_gemma", "gemma3", "--cases", *LOW_BITS, "--group", "128", code="grid"),
-        quality("c_smollm2", "smollm2", "--recover", "only", "--seeds", "1", "--cases", "60%:best"),
-        quality("d_qwen", "qwen", "--recover", "only", "--code", "--cases", "50%:best@wikitext2+c4+code"),
+        quality("b_gemma", "gemma3", "--cases", *BEST_BITS, "2:4:bf16:ours:best", "--group", "128", code="grid"),
+        quality("c_smollm2", "smollm2", "--cases", *BEST_BITS, "2:4:int4:ours:best", "--group", "64", code="grid"),
+        quality("d_qwen", "qwen", "--recover", "only", "--again", "--code", "--cases", "50%:best@wikitext2+c4+code"),
     ]  # fmt: skip
 
 

@@ -74,7 +74,8 @@ def wanted_rows(case: Case, recovering: str) -> tuple[bool, ...]:
 
 
 def is_complete(bench: Bench, row: dict | None) -> bool:
-    return row is not None and ("accuracy" in row or not bench.tasks)
+    """Whether the row is there, with an accuracy of every task that there is."""
+    return row is not None and set(bench.tasks) <= set(row.get("accuracy", {}).get("tasks", {}))
 
 
 def beside(old: dict | None, row: dict) -> dict:
@@ -87,13 +88,15 @@ def beside(old: dict | None, row: dict) -> dict:
 def run(bench: Bench, cases: Sequence[Case], results: Results) -> int:
     """Measure the cases that lack a row; how many failed."""
 
+    def there(case: Case, recovered: bool) -> dict | None:
+        return None if bench.arguments.again else results.get(identity(bench, case, recovered))
+
     def is_done(case: Case) -> bool:
-        wanted = wanted_rows(case, bench.arguments.recover)
-        return all(is_complete(bench, results.get(identity(bench, case, recovered))) for recovered in wanted)
+        return all(is_complete(bench, there(case, recovered)) for recovered in wanted_rows(case, bench.arguments.recover))
 
     def added(case: Case) -> Iterator[str]:
         for row in measure(bench, case, bench.arguments.recover):
-            row = beside(results.get(identity(bench, case, row["recovered"])), row)
+            row = beside(there(case, row["recovered"]), row)
             results.add(row, identity(bench, case, row["recovered"]))
             yield line(case, row)
 
@@ -140,6 +143,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--recover", nargs="?", const="both", default="no", choices=("no", "both", "only"),
         help="train the pruned model towards the dense one as well, or measure only the model trained so",
     )  # fmt: skip
+    parser.add_argument("--again", action="store_true", help="measure rows that are there once more, in their places")
     return parser.parse_args(arguments)
 
 

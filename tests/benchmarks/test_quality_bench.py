@@ -133,6 +133,27 @@ def test_accuracies_are_added_to_rows_that_are_there(bench, monkeypatch):
         assert set(row["accuracy"]["tasks"]) == set(opened.PAPER_TASKS) and row["accuracy"]["average"] is not None
         assert old == {key: value for key, value in row.items() if key != "accuracy"}
         assert row["accuracy"]["perplexity"] == row["perplexity"]
+    scored = []
+    monkeypatch.setattr(quality, "measure", lambda bench, case, recovering: scored.append(case.pattern) or iter(()))
+    del after[1]["accuracy"]["tasks"]["mmlu"]
+    (out / "quality_toy.json").write_text(json.dumps(after))
+    assert quality.main(arguments) == 0 and scored == ["50%"]  # a task is missing there
+    assert quality.main([*arguments, "--again"]) == 0 and scored == ["50%", "dense", "50%"]
+
+
+def test_a_row_that_is_measured_again_takes_the_place_of_the_old_one(bench):
+    from benchmarks.models import quality
+
+    common, out = bench
+    arguments = [*common, "--eval-windows", "2", "--cases", "dense"]
+    assert quality.main(arguments) == 0
+    (row,) = json.loads((out / "quality_toy.json").read_text())
+    (out / "quality_toy.json").write_text(json.dumps([row | {"perplexity": {"wikitext2": 1.0}}]))
+    assert quality.main(arguments) == 0
+    assert json.loads((out / "quality_toy.json").read_text())[0]["perplexity"] == {"wikitext2": 1.0}
+    assert quality.main([*arguments, "--again"]) == 0
+    (again,) = json.loads((out / "quality_toy.json").read_text())
+    assert again["perplexity"] == row["perplexity"]
 
 
 def test_parts_of_the_code_have_no_file_in_common(bench):
