@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from qprecon.errors import RankError
 from qprecon.llm import RecoveryReport
 from qprecon.llm.ranks.sharding import check_exchange
-from qprecon.llm.recovery import memory, training
+from qprecon.llm.recovery import memory, schedule, training
 from qprecon.llm.recovery.optimizers import InParts
 from qprecon.llm.recovery.trained import Selected, Trained
 from qprecon.llm.storage.output import partial_folder
@@ -90,6 +90,18 @@ def test_settings(settings):
         assert all(each[0].perplexity_stored == pytest.approx(one[0].perplexity_stored, rel=1e-3) for each in found)
     else:
         check_same(found, one)
+
+
+@pytest.mark.parametrize("state", ["float32", "host"])
+def test_weights_that_are_put_back(state, monkeypatch):
+    """After each look, as if the rate were too high: on every rank its own part, with new moments."""
+    monkeypatch.setattr(schedule, "_WORSE", 0.0)
+    settings = {"lr": None, "optimizer_state": state}
+    found, one = processes(2, lambda rank: recovered(rank, **settings)), recovered(0, **settings)
+    check_same(found, one)
+    assert all("the weights were put back" in " ".join(report.warnings) for report, _, _ in [*found, one])
+    monkeypatch.setattr(schedule, "_WORSE", 1e9)
+    assert recovered(0, **settings)[0].losses != one[0].losses
 
 
 def test_windows_of_several_lengths():
