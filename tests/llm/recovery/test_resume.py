@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qprecon.llm import recover
-from qprecon.llm.recovery import training
+from qprecon.llm.recovery import schedule, training
 from qprecon.llm.storage.output import partial_folder
 from tests.llm.families import tokens
 from tests.llm.recovery.pruned import bits, pair, run, same
@@ -30,13 +30,16 @@ def stopping_before(step, monkeypatch):
 
 
 @pytest.mark.own
-@pytest.mark.parametrize(("dtype", "optimizer_state"), [
-    (torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "host"), (torch.float32, "8bit"),
+@pytest.mark.parametrize(("dtype", "optimizer_state", "more"), [
+    (torch.float32, "float32", {}), (torch.bfloat16, "float32", {}), (torch.bfloat16, "host", {}), (torch.float32, "8bit", {}),
+    (torch.bfloat16, "host", {"lr": None}),
 ])  # fmt: skip
-def test_a_run_that_goes_on_gives_the_same_bits(dtype, optimizer_state, tmp_path, monkeypatch):
+def test_a_run_that_goes_on_gives_the_same_bits(dtype, optimizer_state, more, tmp_path, monkeypatch):
+    """With a rate of its own too, each look puts the best weights back, which are that look's or those of a look long ago."""
     if optimizer_state == "8bit":
         pytest.importorskip("torchao")
-    arguments = {"passes": 3, "batch": 2, "optimizer_state": optimizer_state, "train": "norms"}
+    monkeypatch.setattr(schedule, "_WORSE", 0.0)
+    arguments = {"passes": 3, "batch": 2, "optimizer_state": optimizer_state, "train": "norms", **more}
     whole, dense = pair(dtype=dtype)
     expected = run(whole, dense, out=tmp_path / "whole", **arguments)
     model, _ = pair(dtype=dtype)
@@ -57,6 +60,7 @@ def test_a_run_that_goes_on_gives_the_same_bits(dtype, optimizer_state, tmp_path
     assert same(bits(whole), model) and not same(before, model)
     assert report.losses == expected.losses and report.held_out == expected.held_out and report.best_step == expected.best_step
     assert any("continued after step 12" in note for note in report.warnings)
+    assert any("put back" in note for note in report.warnings) == bool(more)
     assert not kept.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
     stored = [json.loads((folder / "qprecon_recovery.json").read_text()) for folder in (out, tmp_path / "whole")]
     assert stored[0]["losses"] == stored[1]["losses"] and stored[0]["perplexity_stored"] == stored[1]["perplexity_stored"]
