@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             report = recover(calibration=text, **flags)
     except (KeyboardInterrupt, Terminated) as stop:
         if not partial_folder(flags["out"]).is_dir():
-            raise
+            raise type(stop)("no state was kept yet, so the same command starts over; --save-steps says how often") from stop
         raise type(stop)("the same command goes on after the last state that was kept") from stop
     if arguments.quiet and not report.best_step and not is_silent():
         print(f"note: {NO_GAIN}", file=sys.stderr)

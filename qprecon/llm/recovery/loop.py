@@ -23,7 +23,7 @@ from qprecon.llm.pruning.origin import companions_of
 from qprecon.llm.ranks.group import Ranks, joined
 from qprecon.llm.ranks.sharding import check_exchange
 from qprecon.llm.recovery.pair import check_dense, find_pair, identity, is_another, load_pair, pruned_with, weight_size
-from qprecon.llm.recovery.report import NO_GAIN, RecoveryReport
+from qprecon.llm.recovery.report import RecoveryReport, report_of
 from qprecon.llm.recovery.schedule import default_rate, hold_out, make_schedule
 from qprecon.llm.recovery.state import saved_fit
 from qprecon.llm.recovery.trained import Selected, masks_beside, select_trained
@@ -136,7 +136,7 @@ def _run(
             log.note(left_out)
 
         def finished() -> RecoveryReport:
-            report = replace(_report(task, done, recorded, pruned_with(model), log), **facts)
+            report = replace(report_of(task, done, recorded, pruned_with(model), log), **facts)
             if journal is not None:
                 with log.phase("save"), log.library_bars(), journal.keeping():
                     packed = task.selected.masks() if where.save_masks else None
@@ -261,35 +261,3 @@ def _recovered(
             for item, values in zip(task.selected.trained, done.weights, strict=True):
                 item.parameter.copy_(values)
     return done
-
-
-def _report(task: Task, done: Done, settings: dict[str, Any], was: dict[str, Any] | None, log: RunLog) -> RecoveryReport:
-    selected, course = task.selected, done.course
-    best = course.looks[course.best_place][0]
-    if settings["optimizer_state"] == "auto" and done.fit.optimizer_state != "float32":
-        log.note(f"optimizer_state is {done.fit.optimizer_state!r}: float32 would not have fitted")
-    if (divisor := task.schedule.divisor(course.held_out)) > 1:
-        log.note(f"windows held out got much worse: the weights were put back, and the learning rate divided by {divisor:g} in all")
-    if best == 0:
-        log.note(NO_GAIN)
-    elif course.step < len(task.schedule.steps):
-        log.note(f"stopped after step {course.step} of {len(task.schedule.steps)}: the windows held out got no better")
-    if done.emptied:
-        log.note(f"{done.emptied} kept weights are zero in the stored dtype; save_masks keeps the masks apart from them")
-    return RecoveryReport(
-        losses=tuple(course.losses),
-        held_out=tuple({"step": step, "loss": look.loss, "perplexity": look.perplexity} for step, look in course.looks),
-        best_step=best,
-        loss_stored=done.stored.loss,
-        perplexity_stored=done.stored.perplexity,
-        perplexity_dense=done.stored.dense_perplexity,
-        sparsity=selected.zeros / selected.weights,
-        layers=len(selected.pruned),
-        trained=selected.n_trained,
-        memory={**done.memory.device, **{f"host: {use}": size for use, size in done.memory.host.items()}},
-        settings=settings,
-        versions=versions(),
-        phase_seconds=dict(log.seconds),
-        pruned_with=was,
-        warnings=tuple(log.notes),
-    )

@@ -32,7 +32,7 @@ from qprecon.llm.settings.recovery import Recovery
 from qprecon.llm.storage.journal import Journal
 
 Result = TypeVar("Result")
-_SAVE_SECONDS = 300.0  # between states on the disk, unless steps are given
+_FIRST_SECONDS, _SAVE_SECONDS = 60.0, 300.0  # until the first state on the disk, and between later ones, unless steps are given
 _PROBE_TOKENS = 8
 
 
@@ -237,13 +237,13 @@ def _due(save_steps: int | None) -> Callable[[int], bool]:
     """Whether to save the state after a step: every `save_steps` steps, or after a number of seconds."""
     if save_steps is not None:
         return lambda step: step % save_steps == 0
-    last = time.monotonic()
+    last, wait = time.monotonic(), _FIRST_SECONDS
 
     def is_due(step: int) -> bool:
-        nonlocal last
-        if time.monotonic() - last < _SAVE_SECONDS:
+        nonlocal last, wait
+        if time.monotonic() - last < wait:
             return False
-        last = time.monotonic()
+        last, wait = time.monotonic(), _SAVE_SECONDS
         return True
 
     return is_due

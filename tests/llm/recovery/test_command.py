@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import qprecon
 from qprecon import cli
 from qprecon.llm import prune_model
+from qprecon.llm.recovery import training
 from qprecon.llm.recovery.report import NO_GAIN
 from tests.llm.recovery.pruned import views_of
 from tests.llm.toy_text import toy_folder, words
@@ -145,3 +146,14 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys):
     assert done.returncode == 143
     assert cli.main(line) == 0
     assert "continued after step 5" in capsys.readouterr().out
+
+
+@pytest.mark.own
+def test_a_run_that_is_told_to_end_before_a_state_was_kept_says_so(folder, tmp_path, capsys, monkeypatch):
+    def gradients(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "gradients", gradients)
+    assert cli.main([*line_of(folder, tmp_path / "out", "--save-steps 5"), "--quiet"]) == 130
+    said = capsys.readouterr().err.strip()
+    assert said == "qprecon: interrupted; no state was kept yet, so the same command starts over; --save-steps says how often"

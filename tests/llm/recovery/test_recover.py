@@ -183,6 +183,10 @@ def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(l
     cosine = [report.settings["lr"] * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
     assert rates == pytest.approx(cosine if lr else [*cosine[:2], *(rate / 3 for rate in cosine[2:])], rel=1e-12)
     assert sum("divided by 3 in all" in note for note in report.warnings) == (0 if lr else 1)
+    divisors = [look["lr_divisor"] for look in report.held_out]
+    assert divisors == ([1.0] * 5 if lr else [1.0, 1.0, 3.0, 3.0, 3.0])
+    lowered = ", divided by 3 in all (after step 2, where the best weights were put back), 4 steps" in report.model_card()
+    assert lowered == (lr is None)
     weights, moments = seen[2]
     put_back = all(torch.equal(now, then) for now, then in zip(weights, seen[back_to][0], strict=True))
     assert put_back == (lr is None)
@@ -190,6 +194,17 @@ def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(l
 
 
 @pytest.mark.own
+@pytest.mark.own
+@pytest.mark.parametrize(("stored", "said"), [(0.93, ["rounding the weights as they are stored takes 65% of"]), (0.85, [])])
+def test_what_rounding_takes_of_the_gain_is_said(stored, said, monkeypatch):
+    model, dense = pair()
+    told, true = iter((1.0, 0.9, 0.8, stored)), steps.look
+    monkeypatch.setattr(training, "look", lambda *arguments: replace(true(*arguments), loss=next(told)))
+    report = run(model, dense, passes=2, batch=100)
+    assert report.loss_stored == stored
+    assert [note.split(" what ")[0] for note in report.warnings if "rounding" in note] == said
+
+
 def test_weights_that_get_worse_are_not_stored():
     model, dense = pair()
     before = bits(model)

@@ -88,12 +88,16 @@ def test_an_earlier_output_stays_until_the_new_one_is_complete(tmp_path, monkeyp
 def test_a_run_that_kept_nothing_leaves_nothing(tmp_path, monkeypatch):
     stopped(tmp_path, monkeypatch, step=2)
     assert list(tmp_path.iterdir()) == []
-    stopped(tmp_path, monkeypatch, save_steps=None)  # five minutes are not over
+    stopped(tmp_path, monkeypatch, save_steps=None)  # a minute is not over
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.own
 def test_the_state_is_kept_when_it_is_time(tmp_path, monkeypatch):
+    """The first one early, so that little is lost of a run that is stopped soon."""
+    monkeypatch.setattr(training, "_FIRST_SECONDS", 0.0)
+    _, _, out = stopped(tmp_path / "first", monkeypatch, save_steps=None)
+    assert [path.name for path in partial_folder(out).glob("*.pt")] == ["state-000001.pt"]
     monkeypatch.setattr(training, "_SAVE_SECONDS", 0.0)
     _, _, out = stopped(tmp_path, monkeypatch, save_steps=None)
     assert [path.name for path in partial_folder(out).glob("*.pt")] == ["state-000006.pt"]
