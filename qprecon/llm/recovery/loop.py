@@ -136,7 +136,7 @@ def _run(
             log.note(left_out)
 
         def finished() -> RecoveryReport:
-            report = replace(report_of(task, done, recorded, pruned_with(model), log), **facts)
+            report = replace(report_of(task, done, recorded, versions(), pruned_with(model), log), **facts)
             if journal is not None:
                 with log.phase("save"), log.library_bars(), journal.keeping():
                     packed = task.selected.masks() if where.save_masks else None

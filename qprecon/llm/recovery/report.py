@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qprecon.llm.reporting.outcome import versions
 from qprecon.llm.reporting.reading import FORMAT, Saved
 from qprecon.llm.reporting.report import RECOVERY_NAME, STORED_DENSE
 from qprecon.llm.storage.card import card_front
@@ -125,8 +124,10 @@ class RecoveryReport(Saved):
         )
 
 
-def report_of(task: Task, done: Done, settings: dict[str, Any], was: dict[str, Any] | None, log: RunLog) -> RecoveryReport:
-    """Of a run that is done, with notes on what became of it; `was`: how the model was pruned."""
+def report_of(
+    task: Task, done: Done, settings: dict[str, Any], versions: dict[str, str], was: dict[str, Any] | None, log: RunLog
+) -> RecoveryReport:
+    """Of a run that is done, with notes on what became of it; `was`: how the model was pruned. Nothing here needs torch."""
     selected, course, schedule = task.selected, done.course, task.schedule
     best = course.looks[course.best_place][0]
     if settings["optimizer_state"] == "auto" and done.fit.optimizer_state != "float32":
@@ -158,7 +159,7 @@ def report_of(task: Task, done: Done, settings: dict[str, Any], was: dict[str, A
         trained=selected.n_trained,
         memory={**done.memory.device, **{f"host: {use}": size for use, size in done.memory.host.items()}},
         settings=settings,
-        versions=versions(),
+        versions=versions,
         phase_seconds=dict(log.seconds),
         pruned_with=was,
         warnings=tuple(log.notes),
