@@ -173,9 +173,9 @@ def train_on(
     course, schedule, log = run.course, task.schedule, run.log
     held_out = [run.windows[index] for index in task.held_out]
     is_due = _due(save_steps)
-    log.step(CONTINUING if course.step else "recover", course.step)
     if not course.looks:
         _look(run, held_out)
+    log.step(CONTINUING if course.step else "recover", course.step, loss=course.held_out[-1])
     while course.step < len(schedule.steps) and not _is_over(course, schedule, patience):
         with log.phase("train"):
             windows = [run.windows[index] for index in schedule.steps[course.step]]

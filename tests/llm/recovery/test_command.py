@@ -82,7 +82,7 @@ def test_prune_then_recover(folder, tmp_path, capsys):
     lines = [json.loads(line) for line in printed.err.splitlines() if line.startswith("{")]
     data = json.loads((out / "qprecon_recovery.json").read_text())
     assert lines[-1]["done"] == lines[-1]["total"] == len(data["losses"]) == 24
-    assert lines[-1]["loss"] == data["held_out"][-1]["loss"]
+    assert [lines[0]["loss"], lines[-1]["loss"]] == [data["held_out"][at]["loss"] for at in (0, -1)] and lines[0]["done"] == 0
     assert data["loss_stored"] < data["held_out"][0]["loss"] and f"{data['perplexity_stored']:.3f}" in printed.out
     assert data["pruned_with"]["mask"] == "wanda" and f"{out}" in printed.out
     pruned, new = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (folder / "pruned", out))
