@@ -116,11 +116,9 @@ def prepare(system: System, options: Options) -> SolveChunk:
         columns, chunk = chunk.start_NK.shape[1], _padded(chunk)
         apply = precondition.for_columns(shared, chunk.mask_NK, tall) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
-        again = functools.partial(_again, system.hessian_NN, shared, chunk)
-        if precision == "bf16" or (shared and dtype_name(chunk.start_NK) == "float32"):
-            raw = again(raw, (_FEW_LEFT, "breakdown"), "few_columns", None if precision == "bf16" else _FEW)
         if shared:
-            raw = again(raw, ("breakdown",), "jacobi_columns", None)
+            raw = _again(system.hessian_NN, shared, chunk, raw, (_FEW_LEFT, "breakdown"), "few_columns")
+            raw = _again(system.hessian_NN, shared, chunk, raw, ("breakdown",), "jacobi_columns")
         return RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)
 
     return solve_chunk
@@ -143,21 +141,21 @@ def _padded(chunk: Chunk) -> Chunk:
 
 
 def _again(
-    hessian_NN: Array, shared: precondition.LowRank | None, chunk: Chunk,
-    raw: RawColumns, words: tuple[str, ...], kind: str, at_most: int | None,
-) -> RawColumns:  # fmt: skip
-    """The columns with these words, if they are no more than `at_most`, go on alone, with the full product and from a residual
-    made anew by it.
+    hessian_NN: Array, shared: precondition.LowRank, chunk: Chunk, raw: RawColumns, words: tuple[str, ...], kind: str
+) -> RawColumns:
+    """The columns with these words go on alone, with the full product and from a residual made anew by it.
 
-    "few_columns": in float64 but for the product, if they are few indeed; "jacobi_columns": with the diagonal alone for a
-    preconditioner, which is positive whatever the rounding.
+    "few_columns": in float64 but for the product, if they are few indeed and in float32; many only after the product in pieces.
+    "jacobi_columns": with the diagonal alone for a preconditioner, which is positive whatever the rounding.
     """
     chosen = np.flatnonzero(np.logical_or.reduce([raw.reported_status == word for word in words]))
-    if not len(chosen) or (at_most is not None and len(chosen) > at_most):
+    jacobi = kind == "jacobi_columns"
+    wide = not jacobi and len(chosen) <= _FEW and dtype_name(chunk.start_NK) == "float32"
+    if not len(chosen) or not (jacobi or wide or raw.extras["precision"] == "bf16"):
         return raw
     most = chunk.max_iterations
     most = None if most is None else max(1, most - int(raw.iterations[chosen].max()))
-    at, wide = like(chosen, hessian_NN), kind == "few_columns" and len(chosen) <= _FEW
+    at = like(chosen, hessian_NN)
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
     rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
     gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
@@ -172,7 +170,7 @@ def _again(
         more = _solve(Narrow(hessian_NN), precondition.for_few_columns(shared, part.mask_NK), part, {})
     else:
         part = _padded(part)
-        apply = precondition.jacobi(hessian_NN) if kind == "jacobi_columns" else precondition.for_columns(shared, part.mask_NK)
+        apply = precondition.jacobi(hessian_NN) if jacobi else precondition.for_columns(shared, part.mask_NK)
         more = _solve(Full(hessian_NN), apply, part, {})
     raw.weights_NK[:, at] = cast(more.weights_NK[:, : len(chosen)], dtype_name(raw.weights_NK))
     raw.reported_status[chosen] = more.reported_status[: len(chosen)]
@@ -209,11 +207,10 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
-        width = state.x_NK.shape[1]
-        if left <= share * width and state.x_NK.shape[0] * width >= least:
-            out, state = leave_finished(out, state, share, 1 if device == "cpu" else _ALIGNMENT)
-            if state.x_NK.shape[1] < width:
-                step, first_recorded = state.step, iteration + _RECORDED_LATE
+        n, width = state.x_NK.shape
+        if left <= share * width and n * width >= least:
+            out, state = leave_finished(out, state, 1 if device == "cpu" else _ALIGNMENT)
+            step, first_recorded = state.step, iteration + _RECORDED_LATE
     if out is None:
         return RawColumns(chunk.start_NK + state.x_NK, *state.report(status), dict(extras))
     out.put(state, status)

@@ -143,7 +143,7 @@ def test_columns_that_go_on_alone_in_kernels_go_on_as_before(kind):
     for _ in range(4):
         state.step()
     scalars.active_K &= torch.arange(192, device="cuda") % 4 == 1
-    out, narrow = leave_finished(None, state, 0.5, 64)
+    out, narrow = leave_finished(None, state, 64)
     assert out is not None and narrow.x_NK.shape == (len(r_NK), 64) and narrow.x_NK.is_contiguous()
     for _ in range(3):
         state.step()

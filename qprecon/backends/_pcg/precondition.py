@@ -129,8 +129,8 @@ def for_few_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:
     factor_Nr, inverse_N1 = cast(shared.factor_Nr, "float64"), 1.0 / cast(shared.diagonal_N, "float64")[:, None]
     root_Nr, xp = factor_Nr * inverse_N1**0.5, namespace(factor_Nr)
     kept_KN1 = cast(mask_NK, "float64").T[:, :, None]
-    inner_Krr = xp.stack([_inverse_plus_identity((root_Nr * kept_N1).T @ root_Nr) for kept_N1 in kept_KN1])
-    return Preconditioner(inverse_N1, Factor(factor_Nr * inverse_N1), inner_Krr)
+    gram_Krr = xp.stack([(root_Nr * kept_N1).T @ root_Nr for kept_N1 in kept_KN1])
+    return Preconditioner(inverse_N1, Factor(factor_Nr * inverse_N1), _inverse_plus_identity(gram_Krr))
 
 
 def _inner(root_Nr: Array, mask_NK: Array, pairs: Pairs) -> Array:
@@ -201,10 +201,10 @@ def _pair_halves(root_Nr: Array, left_R: Array, right_R: Array) -> Array:
 
 
 def _inverse_plus_identity(gram_Krr: Array) -> Array:
-    """(I + T)⁻¹ in float64, returned in T's dtype: T has entries near 1e5 beside the identity's 1. (r, r) or many of them."""
+    """(I + T)⁻¹ in float64, returned in T's dtype: T has entries near 1e5 beside the identity's 1."""
     xp, dtype = namespace(gram_Krr), dtype_name(gram_Krr)
     wide_Krr = cast(gram_Krr, "float64")
-    eye_rr = identity(gram_Krr.shape[-1], wide_Krr)
+    eye_rr = identity(gram_Krr.shape[1], wide_Krr)
     if kind_of(gram_Krr) == "torch":
         factor_Krr = xp.linalg.cholesky_ex(wide_Krr + eye_rr)[0]
         return cast(xp.cholesky_inverse(factor_Krr), dtype)

@@ -29,14 +29,12 @@ class Out:
         self.words[self.running], self.iterations[self.running] = state.report(status)
 
 
-def leave_finished(out: Out | None, state: State, share: float, alignment: int = 1) -> tuple[Out | None, State]:
-    """Once no more than this share of the columns goes on, they do so alone; finished ones fill a width up to a multiple."""
+def leave_finished(out: Out | None, state: State, alignment: int) -> tuple[Out, State]:
+    """The columns that are not done go on alone, with finished ones that fill the width up to a multiple."""
     active_K = to_numpy(state.scalars.active_K)
-    width, wanted = len(active_K), -(-int(active_K.sum()) // alignment) * alignment
-    if wanted > share * width:
-        return out, state
+    wanted = -(-int(active_K.sum()) // alignment) * alignment
     if out is None:
-        out = Out(state.x_NK, *state.report(""), np.arange(width))
+        out = Out(state.x_NK, *state.report(""), np.arange(len(active_K)))
     else:
         out.put(state, "")
     chosen = np.sort(np.argsort(~active_K, kind="stable")[:wanted])
