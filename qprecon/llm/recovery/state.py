@@ -24,7 +24,7 @@ class Course:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     looks: list[tuple[int, Look]] = field(default_factory=list)
-    best: list[torch.Tensor] | None = None
+    best: list[torch.Tensor] = field(default_factory=list)
     pending: list[torch.Tensor] = field(default_factory=list)  # losses that are still on the device
 
     def read_losses(self, ranks: Ranks) -> None:
@@ -71,7 +71,6 @@ def save_state(journal: Journal | None, course: Course, optimizer: Optimizer, fi
 
 def whole_best(course: Course, optimizer: Optimizer, wanted: bool) -> list[torch.Tensor]:
     """The best weights; where they lie in parts on several ranks all of them, if `wanted`. All ranks must call it."""
-    assert course.best is not None
     found = []
     for part, leaf in zip(course.best, optimizer.leaves, strict=True):
         one = from_part(part, leaf) if is_in_parts(leaf) else part

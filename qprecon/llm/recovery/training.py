@@ -184,7 +184,7 @@ def train_on(
         course.step += 1
         loss = _look(run, held_out).loss if course.step in schedule.looks else None
         if loss is not None and schedule.too_high(course.held_out):
-            run.optimizer.restart(course.best or ())
+            run.optimizer.restart(course.best)
         log.step("recover", 1, loss=loss)
         # Ranks meet after each step, so that none waits in a collective for one that is lost.
         if ranks.gathered(journal is not None and is_due(course.step))[0]:
@@ -194,7 +194,7 @@ def train_on(
     if not course.best_place:
         return Done(course, None, course.looks[0][1], 0, run.fit, run.memory)
     with torch.no_grad(), log.phase("look"):
-        for weight, best in zip(run.weights, course.best or (), strict=True):
+        for weight, best in zip(run.weights, course.best, strict=True):
             weight.copy_(best)
         stored = look(run.distillation, held_out, run.fit.together)
     weights, emptied = whole_best(course, run.optimizer, task.pair.wanted(ranks.first)), sum(ranks.gathered(_emptied(run)))
@@ -277,7 +277,7 @@ def _tried(run: Run, work: Callable[[int], Result]) -> Result:
 def _emptied(run: Run) -> int:
     """How many kept weights are zero in the best weights."""
     zeros = 0
-    for index, best in enumerate(run.course.best or ()):
+    for index, best in enumerate(run.course.best):
         kept = run.held.kept(index, best)
         zeros += 0 if kept is None else int((best.eq(0) & kept).sum())
     return zeros
