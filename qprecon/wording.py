@@ -11,10 +11,15 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", least: float = 0.6) -> str:
-    """The end of a message about an unknown word: the nearest known one; `otherwise` where none is near.
+def nearest(word: str, known: Iterable[str], least: float = 0.6) -> str | None:
+    """The known word that is most like this one, if one is near.
 
     least: the similarity from which on a word is near, difflib's unless given; that of equal words is 1.
     """
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=least)
-    return f"; did you mean {near[0]!r}?" if near else otherwise
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=least)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", least: float = 0.6) -> str:
+    """The end of a message about an unknown word: the `nearest` known one; `otherwise` where none is near."""
+    near = nearest(word, known, least)
+    return otherwise if near is None else f"; did you mean {near!r}?"

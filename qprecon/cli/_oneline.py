@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from qprecon.llm.settings.other_words import elsewhere
+from qprecon.wording import nearest
 
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)$", re.DOTALL)
 # A word of Python's spelling; a full stop at its end is the sentence's.
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and end the process with exit code 2."""
         if found := _NO_CHOICE.search(message):
-            message += did_you_mean(found["word"], re.findall(r"[\w.-]+", found["choices"]))
+            message += _meant(nearest(found["word"], re.findall(r"[\w.-]+", found["choices"])))
         end = "" if message.endswith("?") else "."
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{end} All there is: {self.prog} --help\n")
 
@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
         if (name := flag.strip("-").replace("-", "_")) in here:
             self.error(f"unknown flag {first}; did you mean {here[name]}?")
         flags = {flag.strip("-"): flag for action in self._actions for flag in action.option_strings}
-        near = did_you_mean(flag.strip("-"), flags)  # the dashes are alike in all of them
-        self.error(f"unknown flag {first}{elsewhere(name, here) or near}")
+        near = nearest(flag.strip("-"), flags)  # the dashes are alike in all of them
+        self.error(f"unknown flag {first}{elsewhere(name, here) or _meant(near and flags[near])}")
 
 
 def _written(action: argparse.Action) -> str:
@@ -64,7 +64,6 @@ def _as_flag(flags: Sequence[str], found: re.Match[str]) -> str:
     return flags[-1] if value == "False" and len(flags) > 1 else f"{flags[0]} {value}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown word; `known` may be a mapping to what is written for one."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {known[near[0]] if isinstance(known, Mapping) else near[0]}?" if near else ""
+def _meant(near: str | None) -> str:
+    """The end of a message about an unknown word: what is to be typed instead, without quotes."""
+    return f"; did you mean {near}?" if near else ""
