@@ -1,14 +1,18 @@
 """How long `qprecon prune` works before it turns to the first block: seconds of the processor, in a fresh process each time.
 
-    OMP_NUM_THREADS=1 python benchmarks/models/start.py MODEL [--package ANOTHER_CHECKOUT]
+    taskset -c 0 env OMP_NUM_THREADS=1 python benchmarks/models/start.py MODEL [--package ANOTHER_CHECKOUT]
 
-Beside it: what importing torch and the model's module of transformers takes, which no run can be without, and `--help`.
+Beside it: what no run can be without, importing torch, and that and the model's module of transformers as the command does it
+(Python's collector at rest, transformers' files looked through once); and `--help`. The package is measured as pip installs it,
+compiled. The programs take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,7 +25,7 @@ from benchmarks.machine import append_run, environment
 
 HERE = Path(__file__).resolve().parents[2]
 RESULT = HERE / "benchmarks" / "results" / "start_cpu.json"
-RUNS = 2
+RUNS = 9
 _END = "import os, time; print(time.process_time(), flush=True); os._exit(0)"
 _PRUNE = f"""
 import sys, qprecon.cli
@@ -34,7 +38,20 @@ def phase(log, name):
 RunLog.phase = phase
 qprecon.cli.main(sys.argv[1:])
 """
-_LIBRARIES = f"import torch, transformers, transformers.models.llama.modeling_llama; from transformers import AutoConfig; {_END}"
+_TORCH = f"import gc; gc.disable(); import torch; {_END}"
+_LIBRARIES = """
+import gc, os, time
+gc.disable()
+import torch, transformers
+begun = time.process_time()
+import qprecon.llm  # not the libraries'
+own = time.process_time() - begun
+qprecon.llm.import_libraries()
+import transformers.models.llama.modeling_llama
+from transformers import AutoConfig
+print(time.process_time() - own, flush=True)
+os._exit(0)
+"""
 _HELP = f"""
 import qprecon.cli
 try:
@@ -51,26 +68,23 @@ def main() -> None:
     parser.add_argument("model", help="a model folder")
     parser.add_argument("--package", default=str(HERE), help="the checkout that is measured")
     arguments = parser.parse_args()
-    run = {"package": Path(arguments.package).name, **environment("cpu")}
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(Path(arguments.package) / "qprecon", Path(folder) / "qprecon")
+        compileall.compile_dir(folder, quiet=1)  # Python may have been told to write no bytecode
         words = ["prune", arguments.model, f"{folder}/out", "--calib", "builtin", "--nsamples", "4", "--seqlen", "128"]
         words += ["--device", "cpu", "--no-resume", "--quiet"]
-        run["prune"] = _seconds(_PRUNE, words, arguments.package)
-        run["libraries"] = _seconds(_LIBRARIES, [], arguments.package)
-        run["help"] = _seconds(_HELP, [], arguments.package)
-    print(", ".join(f"{name} {run[name]:.2f} s" for name in ("prune", "libraries", "help")))
-    append_run(RESULT, run)
+        programs = {"prune": [_PRUNE, *words], "torch": [_TORCH], "libraries": [_LIBRARIES], "help": [_HELP]}
+        rounds = [{name: _seconds(program, folder) for name, program in programs.items()} for _ in range(1 + RUNS)]
+    medians = {name: statistics.median(each[name] for each in rounds[1:]) for name in programs}  # the first finds a cold disk
+    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in medians.items()))
+    append_run(RESULT, {"package": Path(arguments.package).name, **environment("cpu"), "runs": RUNS, **medians})
 
 
-def _seconds(program: str, arguments: list[str], package: str) -> float:
-    """The median of some runs, the first one left out: it finds a cold disk."""
-    found = []
-    for _ in range(1 + RUNS):
-        environ = os.environ | {"PYTHONPATH": package}
-        words = [sys.executable, "-c", program, *arguments]
-        done = subprocess.run(words, capture_output=True, text=True, env=environ, cwd=package, check=True)
-        found.append(float(done.stdout.split()[-1]))
-    return statistics.median(found[1:])
+def _seconds(program: list[str], folder: str) -> float:
+    """Of the processor, by a fresh process with the package that lies in the folder."""
+    environ = os.environ | {"PYTHONPATH": folder}
+    done = subprocess.run([sys.executable, "-c", *program], capture_output=True, text=True, env=environ, cwd=folder, check=True)
+    return float(done.stdout.split()[-1])
 
 
 if __name__ == "__main__":
