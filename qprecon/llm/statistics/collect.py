@@ -1,8 +1,8 @@
 """The Gram matrices of a block's linear layers, from a pass of all samples through the block.
 
-Layers that are given the very same tensor (q, k, v; gate, up) share one matrix and one product. No step of the loop over samples
-waits for the device. With a dense stream beside the pruned one, each sample goes through the block twice, and the drift is summed
-from what the same layer is given in the two passes.
+Layers that are given the very same tensor (q, k, v; gate, up) share one matrix and one product. The loop over samples waits for
+the device only at the first rows of a matrix. With a dense stream beside the pruned one, each sample goes through the block twice,
+and the drift is summed from what the same layer is given in the two passes.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ def collect_grams(
     if not views and not keep_outputs:
         return BlockGrams({})
     pass_ = _Pass(block, views, inputs, index, beside, weights or {})
-    share, may_stop = True, not keep_outputs
+    share, may_stop, even = True, not keep_outputs, None
     while True:
         try:
-            result = pass_.collected(keep_outputs, share, may_stop)
+            result = pass_.collected(keep_outputs, share, may_stop, even)
             break
         except _Diverged:
             share = False
         except _Irregular:
             may_stop = False
+        except _Uneven:
+            even = False
     _check_observed(views, result)
     _check_finite(pass_, result)
     return result
@@ -68,6 +70,10 @@ class _Irregular(Exception):
     """Layers were called otherwise than in the first sample of the same shape, so a sample may not end early."""
 
 
+class _Uneven(Exception):
+    """A massive row came after rows that were all alike, so products have to take them in order."""
+
+
 @dataclass
 class _Pass:
     """All samples through a block."""
@@ -79,9 +85,9 @@ class _Pass:
     beside: Beside | None
     weights: TokenWeights
 
-    def collected(self, keep_outputs: bool, share: bool, may_stop: bool) -> BlockGrams:
+    def collected(self, keep_outputs: bool, share: bool, may_stop: bool, even: bool | None) -> BlockGrams:
         whole = keep_outputs or (self.beside is not None and bool(self.beside.silent.layers))
-        accumulator = _Accumulator(self.views, share, may_stop and not whole, self.weights, self.beside is not None, whole)
+        accumulator = _Accumulator(self.views, share, may_stop and not whole, even, self.weights, self.beside is not None, whole)
         routing = Routing(self.block)
         outputs: list[torch.Tensor] = []
         beside = self.beside
@@ -104,6 +110,8 @@ class _Pass:
                 accumulator.end_sample()
             for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
                 gram.finish()
+                if gram.is_uneven():
+                    raise _Uneven
         return BlockGrams(accumulator.grams, outputs if keep_outputs else None, None if returned is None else returned.kept)
 
     def run(
@@ -132,6 +140,7 @@ class _Accumulator:
     views: Sequence[LinearView]
     share: bool
     may_stop: bool
+    even: bool | None
     weights: TokenWeights
     paired: bool = False
     whole: bool = False  # whether the dense stream's block is to run to its end, too
@@ -178,7 +187,7 @@ class _Accumulator:
                 size = x.shape[-1]
                 # A buffer for each of many experts would be larger than what they are given.
                 empty_NN = torch.zeros(size, size, dtype=torch.float32, device=x.device)
-                gram = self.fresh[key] = Gram(empty_NN, batched=not view.may_be_idle)
+                gram = self.fresh[key] = Gram(empty_NN, batched=not view.may_be_idle, even=False if view.may_be_idle else self.even)
             self.grams[view.name] = gram
         if key not in gram.seen:
             gram.add(x, self._weights(view, x))
