@@ -49,19 +49,19 @@ def add_gram(sum_NN: Array, x_TN: Array, *, even: bool = False) -> None:
     for rows in _triangle(sum_NN):
         part_NN = sum_NN[rows, rows.start :]
         if wide and not pieces:
-            even = len(x_TN) // _SHORT * _SHORT
-            parts_PTN = x_TN[:even].reshape(-1, _SHORT, x_TN.shape[1])
+            full = len(x_TN) // _SHORT * _SHORT
+            parts_PTN = x_TN[:full].reshape(-1, _SHORT, x_TN.shape[1])
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN, out_dtype=torch.float32).sum(0)
-            if even < len(x_TN):
-                part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
+            if full < len(x_TN):
+                part_NN += torch.mm(x_TN[full:].t(), x_TN[full:], out_dtype=torch.float32)
         elif wide:
             for piece_TN in pieces:
                 add_wide(part_NN, piece_TN[:, rows].t(), piece_TN[:, rows.start :])
         elif (count := pieces_of(x_TN)) > 1:
-            even = len(x_TN) // count * count
-            parts_PTN = x_TN[:even].reshape(count, -1, x_TN.shape[1])
+            full = len(x_TN) // count * count
+            parts_PTN = x_TN[:full].reshape(count, -1, x_TN.shape[1])
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
-            part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
+            part_NN.addmm_(x_TN[full:].t(), x_TN[full:])
         else:
             part_NN.addmm_(x_TN[:, rows].t(), x_TN[:, rows.start :])
 

@@ -46,32 +46,23 @@ def collect_grams(
     if not views and not keep_outputs:
         return BlockGrams({})
     pass_ = _Pass(block, views, inputs, index, beside, weights or {})
-    share, may_stop, even = True, not keep_outputs, None
+    terms: dict[str, bool | None] = {"share": True, "may_stop": not keep_outputs, "even": None}
     while True:
         try:
-            result = pass_.collected(keep_outputs, share, may_stop, even)
+            result = pass_.collected(keep_outputs, **terms)
             break
-        except _Diverged:
-            share = False
-        except _Irregular:
-            may_stop = False
-        except _Uneven:
-            even = False
+        except _Again as again:
+            terms |= again.terms
     _check_observed(views, result)
     _check_finite(pass_, result)
     return result
 
 
-class _Diverged(Exception):
-    """Layers that shared their input in one sample did not in another."""
+class _Again(Exception):
+    """A sample was not like the ones before: all of them once more, on other terms."""
 
-
-class _Irregular(Exception):
-    """Layers were called otherwise than in the first sample of the same shape, so a sample may not end early."""
-
-
-class _Uneven(Exception):
-    """A massive row came after rows that were all alike, so products have to take them in order."""
+    def __init__(self, **terms: bool | None) -> None:
+        self.terms = terms
 
 
 @dataclass
@@ -111,7 +102,7 @@ class _Pass:
             for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
                 gram.finish()
                 if gram.is_uneven():
-                    raise _Uneven
+                    raise _Again(even=False)
         return BlockGrams(accumulator.grams, outputs if keep_outputs else None, None if returned is None else returned.kept)
 
     def run(
@@ -236,7 +227,7 @@ class _Accumulator:
         if self.share:
             self._check_shared()
         if self.may_stop and self.expected.setdefault(self.shape, self.order) != self.order:
-            raise _Irregular
+            raise _Again(may_stop=False)  # layers were called otherwise than in the first sample of the same shape
         if self.waiting:
             name, _ = next(iter(self.waiting))
             raise _unmatched(next(view for view in self.views if view.name == name))
@@ -252,7 +243,7 @@ class _Accumulator:
         for name, gram in self.grams.items():
             calls = self.calls.get(name, [])
             if given.setdefault(id(gram), calls) != calls:
-                raise _Diverged
+                raise _Again(share=False)  # layers that shared their input in one sample did not in this one
 
 
 def _unmatched(view: LinearView) -> ValueError:
