@@ -233,7 +233,8 @@ def _energies(
         new_K = energy(new_NK - dense_NK)
         masked_K = energy(dense_NK * mask_NK - dense_NK) if method.update == "own" else new_K  # otherwise they are the same
     else:
-        undamped = lambda f, d_NK: torch.as_tensor(f, device=d_NK.device) - ridge * d_NK.square().sum(0, dtype=torch.float64)  # noqa: E731
+        squares = lambda d_NK: torch.linalg.vector_norm(d_NK, dim=0).double().square()  # noqa: E731
+        undamped = lambda f, d_NK: torch.as_tensor(f, device=d_NK.device) - ridge * squares(d_NK)  # noqa: E731
         bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
         masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
         new_K = undamped(solution.objective, new_NK - dense_NK)
