@@ -1,8 +1,8 @@
 """Gated MLPs, down(silu(gate(x))·up(x)), with what lies between the layers in one pass over memory.
 
 A module is known by what it holds and by what it computes with small layers in place of its own. The activation is tried with all
-numbers that 16 bits can be. The layers themselves are called as modules, whatever they are, in the order of the original: who looks at
-what they are given sees the same.
+numbers that 16 bits can be. The layers themselves are called as modules, whatever they are, in the order of the original: who looks
+at what they are given sees the same.
 
 The method is replaced in the class that has it, not in each module: who looks for modules whose method was replaced, as pruning
 does before it silences one, finds none.

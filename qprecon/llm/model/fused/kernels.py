@@ -49,16 +49,15 @@ def _gate(gate_ptr, up_ptr, out_ptr, eighths, BLOCK: tl.constexpr):
     inside = at < eighths.to(tl.int64) * 8  # a multiple of 8, or each number would be read by itself
     x = tl.load(gate_ptr + at, inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + at, inside, 0.0).to(tl.float32)
-    # what torch is compiled to; Triton's own exp and / are less exact, which shows in 16 bits for one number in thousands
+    # what torch is compiled to; Triton's own exp and / are less exact
     y = tl.div_rn(x, 1.0 + libdevice.exp(-x))
     tl.store(out_ptr + at, (y.to(kind).to(tl.float32) * up).to(kind), inside)
 
 
-def rotated(x_BHTD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor) -> torch.Tensor:
-    """x·cos + (−x₂, x₁)·sin, where x₁ and x₂ are the halves of a head. x is in C order, or is so with H and T swapped; the result
-    lies as x does. The angles are those of each window, or of all."""
+def rotate(x_BHTD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor, out_BHTD: torch.Tensor) -> None:
+    """out = x·cos + (−x₂, x₁)·sin, where x₁ and x₂ are the halves of a head. x is in C order, or is so with H and T swapped, and
+    out lies as x does. The angles are those of each window, or of all."""
     batch, heads, length, width = x_BHTD.shape
-    out_BHTD = torch.empty_like(x_BHTD, memory_format=torch.contiguous_format if x_BHTD.is_contiguous() else torch.preserve_format)
     cos_BTD, sin_BTD = cos_BTD.contiguous(), sin_BTD.contiguous()
     cols = triton.next_power_of_2(width // 2)
     rows = max(1, _BLOCK // cols)
@@ -68,7 +67,6 @@ def rotated(x_BHTD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor) 
             x_BHTD, cos_BTD, sin_BTD, out_BHTD, batch * length, length, heads, *x_BHTD.stride()[:3],
             length * width if len(cos_BTD) > 1 else 0, width, cols, rows, _HEADS,
         )  # fmt: skip
-    return out_BHTD
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

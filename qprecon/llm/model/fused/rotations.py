@@ -91,6 +91,13 @@ def _usual(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 
 def _rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from qprecon.llm.model.fused.kernels import rotated
+    from qprecon.llm.model.fused.kernels import rotate
 
-    return rotated(q, cos, sin), rotated(k, cos, sin)
+    rotate(q, cos, sin, into_q := _like(q))
+    rotate(k, cos, sin, into_k := _like(k))
+    return into_q, into_k
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """Memory as torch takes it for what it computes elementwise from x: in the order of x, which a dimension of 1 may hide."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format if x.is_contiguous() else torch.preserve_format)
