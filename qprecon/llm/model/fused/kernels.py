@@ -1,6 +1,7 @@
 """Triton kernels of ``rotations`` and ``gated``: one pass over memory each, rounded where torch's own operations round.
 
-Every product is rounded to 16 bits before it is added to another, so that a compiler cannot make one operation of both.
+Products are rounded to 16 bits before they are added. A compiler would still make one operation of both, in 16 bits, which rounds
+once: where that counts it is told not to.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def _rotate(
         at = batch * x_batch + head.to(tl.int64) * x_head + token * x_token + cols
         x_1 = tl.load(x_ptr + at, here, 0.0).to(tl.float32)
         x_2 = tl.load(x_ptr + at + HALF, here, 0.0).to(tl.float32)
-        turned_1 = (x_1 * cos_1).to(kind).to(tl.float32) + (-x_2 * sin_1).to(kind).to(tl.float32)
+        # a difference, as Triton's −x is 0 − x, of which a zero gets another sign
+        turned_1 = (x_1 * cos_1).to(kind).to(tl.float32) - (x_2 * sin_1).to(kind).to(tl.float32)
         turned_2 = (x_2 * cos_2).to(kind).to(tl.float32) + (x_1 * sin_2).to(kind).to(tl.float32)
         tl.store(out_ptr + at, turned_1.to(kind), here)
         tl.store(out_ptr + at + HALF, turned_2.to(kind), here)
@@ -66,6 +68,7 @@ def rotate(x_BHTD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor, o
         _rotate[grid](
             x_BHTD, cos_BTD, sin_BTD, out_BHTD, batch * length, length, heads, *x_BHTD.stride()[:3],
             length * width if len(cos_BTD) > 1 else 0, width, cols, rows, _HEADS,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
