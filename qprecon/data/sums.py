@@ -12,7 +12,7 @@ from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
 
 MANY_ROWS = 8192  # rows that one product takes: with fewer, adding to H costs as much as the product
 _TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each unit of an H100
-PANELS, PANELS_FROM = 4, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
+PANELS, PANELS_FROM = 8, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
 HALVED_FROM = 4096  # and in two of them
 HOST_PANELS, HOST_PANELS_FROM = 8, 256
 """The same for torch on a CPU: 9/16 of a whole product's operations. It took 58 to 63 % of its time at 576 to 4864 inputs and 512
