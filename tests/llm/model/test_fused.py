@@ -322,6 +322,11 @@ def test_a_model_computes_the_same_bits_and_is_left_as_it_was(calls, family):
     assert not calls
 
 
+def test_the_file_is_found_behind_decorators():
+    attention = build("llama").model.layers[0].self_attn
+    assert [place.owner is vars(llama) for place in rotations._places(attention)] == [True]
+
+
 def test_only_on_a_gpu_with_triton(calls, monkeypatch):
     model = build("llama")
     for device, triton, ours in (("cpu", True, False), ("cuda", False, False), ("cuda", True, True)):
