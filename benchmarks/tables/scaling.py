@@ -35,19 +35,17 @@ def pruning() -> str:
                 f"{run['seconds_beside_io']:.1f}", f"{first['seconds_beside_io'] / run['seconds_beside_io']:.2f}",
                 f"{per_block(first, result) / per_block(run, result):.2f}", peaks(run),
                 f"{against['identical_tensors']} of {against['tensors']}" if against else "",
-                f"{against['differing_mask_share']:.1e}" if against else "",
+                f"{against['differing_mask_share']:.1e}" if against else "", result["date"][:10],
             ])  # fmt: skip
     head = ["model", "settings", "ranks", "all, s", "beside the disk, s", "times as fast", "a block", "peak GB a card"]
-    body = table([*head, "tensors with the same bits", "mask entries that differ"], rows)
-    conditions = sorted(
-        {
-            f"{run['card']}, torch {run['versions']['torch']}, {result['samples']} windows of {result['seqlen']} tokens, "
-            f"{result['date'][:10]}"
-            for result in rows_of("scaling")
-            for run in result["runs"]
-        }
-    )
-    return f"{body}\n\n{'; '.join(conditions)}."
+    body = table([*head, "tensors with the same bits", "mask entries that differ", "date"], rows)
+    conditions: dict[str, dict[str, None]] = {}
+    for result in rows_of("scaling"):
+        for run in result["runs"]:
+            with_what = f"{run['card']}, torch {run['versions']['torch']}, {result['samples']} windows of {result['seqlen']} tokens"
+            conditions.setdefault(with_what, {})[result["model"].split(",")[0]] = None
+    notes = "; ".join(f"{what}: {', '.join(models)}" for what, models in conditions.items())
+    return f"{body}\n\n{notes}."
 
 
 def settings_of(result: dict[str, Any]) -> str:
@@ -62,23 +60,24 @@ def per_block(run: dict[str, Any], result: dict[str, Any]) -> float:
 
 
 def phases() -> str:
-    """What each phase takes on one rank and on each of two: what does not come down to half, the largest excess first."""
+    """What each phase takes on one rank and on each of two: what does not come down to half, the largest excess first. Of the 8B
+    shape, the newest run of each settings."""
     rows = []
-    for result in rows_of("scaling"):
+    newest = {settings_of(result): result for result in rows_of("scaling") if "8b" in result["model"]}  # runs are appended
+    for result in newest.values():
         one, two = result["runs"][0], result["runs"][1]
-        if "8b" not in result["model"]:
-            continue
+        blocks = re.search(r"\d+ blocks", result["model"])[0]
         names = [name for name in one["phase_seconds"] if name != "save"]
         own = {name: [facts["phase_seconds"].get(name, 0.0) for facts in two["by_rank"]] for name in names}
         excess = {name: own[name][0] - one["phase_seconds"][name] / 2 for name in names}
         rows += [
             [
-                settings_of(result), name, f"{one['phase_seconds'][name]:.2f}", *(f"{seconds:.2f}" for seconds in own[name]),
-                f"{excess[name]:+.2f}",
+                f"{settings_of(result)}, {blocks}", name, f"{one['phase_seconds'][name]:.2f}",
+                *(f"{seconds:.2f}" for seconds in own[name]), f"{excess[name]:+.2f}",
             ]
             for name in sorted(names, key=lambda name: -excess[name])
         ]  # fmt: skip
-    return table(["settings", "phase", "one rank, s", "rank 0 of two", "rank 1 of two", "rank 0 above half"], rows)
+    return table(["run", "phase", "one rank, s", "rank 0 of two", "rank 1 of two", "rank 0 above half"], rows)
 
 
 def turns() -> str:
