@@ -23,6 +23,7 @@ from .arrays.interop import Array
 from .prepared import PreparedHessian
 from .solution import Solution
 from .status import Status
+from .wording import counted
 
 
 def has_optimum(solution: Solution) -> np.ndarray:
@@ -32,7 +33,7 @@ def has_optimum(solution: Solution) -> np.ndarray:
     if left_K.any():
         first = int(left_K.argmax())
         warnings.warn(
-            f"the weights of {int(left_K.sum())} of {len(left_K)} columns are not certified optimal: column {first} is "
+            f"the weights of {int(left_K.sum())} of {counted(len(left_K), 'column')} are not certified optimal: column {first} is "
             f"{solution.status[first].name}, its relative gap {solution.relative_gap[first]:.1e}, not {solution.tol:g}",
             RuntimeWarning,
             stacklevel=3,
@@ -46,7 +47,8 @@ def adjoint(prepared: PreparedHessian, free_NK: Array, v_NK: Array, tol: float) 
     if not solution.optimal.all():
         worst = int(solution.relative_gap.argmax())
         warnings.warn(
-            f"the gradients of {int((~solution.optimal).sum())} of {len(solution.optimal)} columns are not certified: column "
+            f"the gradients of {int((~solution.optimal).sum())} of {counted(len(solution.optimal), 'column')} are "
+            "not certified: column "
             f"{worst} is {solution.status[worst].name}, its relative gap {solution.relative_gap[worst]:.1e}, not {tol:g}",
             RuntimeWarning,
             stacklevel=2,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .arrays.interop import Array, Place, from_core, place_of
+from .arrays.interop import Array, Place, from_core, place_like, place_of
 from .arrays.linalg import exact_float32
 from .engine.choice import checked_dtype
 from .engine.in_progress import numbers_may_fail
@@ -235,10 +235,10 @@ def prepare(
             (docs/backends.md). A wrong number costs time, no accuracy.
 
     Raises:
-        ValueError: H is not square, not finite, not symmetric, or has a negative diagonal entry; damping is negative; samples
-            is no whole number.
+        ValueError: H is not square, not finite, not symmetric, or has a negative diagonal entry; damping is negative; like is no
+            array; samples is no whole number.
     """
-    return PreparedHessian(H, damping, None if like is None else place_of(like), samples)
+    return PreparedHessian(H, damping, place_like(like), samples)
 
 
 def solve(
@@ -294,7 +294,7 @@ def solve(
         ValueError: bad shapes, values or options (the argument is named), or a clearly indefinite H.
         UnknownBackendError, BackendNotInstalledError, BackendBrokenError, UnsupportedError: see ``qprecon.errors``.
     """
-    return prepare(H, damping=damping, like=W).solve(
+    return PreparedHessian(H, damping, place_of(W)).solve(
         W, mask, backend, rhs=rhs, constant=constant, lower=lower, upper=upper, tol=tol, max_iterations=max_iterations,
         time_limit=time_limit, warm_start=warm_start, batch_size=batch_size, dtype=dtype, **backend_options,
     )  # fmt: skip

@@ -164,7 +164,9 @@ class Solution:
 
     def summary(self) -> str:
         """The outcome in words, a line a fact."""
-        k = len(self.status)
+        n, k = int(self.weights.shape[0]), len(self.status)
+        if not n or not k:  # there is nothing that a certificate could be of
+            return f"nothing to solve: {counted(n, 'input')}, {counted(k, 'output')}"
         optimal = f"{int(self.optimal.sum())} of {counted(k, 'column')}"
         lines = [f"{optimal} certified optimal to {self.tol:g} by '{self.provenance.backend}'"]
         if k:

@@ -69,7 +69,7 @@ def solve(
     given = {"backend": backend, "tol": tol, **settings}
     if H.ndim == 2:
         batch, columns = W.shape[:-2], W.shape[-1]
-        flat = [None if x is None else x.movedim(-2, 0).reshape(W.shape[-2], -1) for x in arrays]
+        flat = [None if x is None else x.movedim(-2, 0).reshape(W.shape[-2], batch.numel() * columns) for x in arrays]
         weights = _Solve.apply(H, *flat, damping, backward_tol, given, solutions)
         weights = weights.reshape(W.shape[-2], *batch, columns).movedim(0, -2)
     else:

@@ -11,6 +11,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def counted_of(number: int, of: int, one: str, is_: str, are: str) -> str:
+    """How many of how many are so, the verb going with the former: "1 of 3 columns is", "2 of 3 columns are"."""
+    return f"{number:,} of {counted(of, one)} {is_ if number == 1 else are}"
+
+
 def nearest(word: str, known: Iterable[str], least: float = 0.6) -> str | None:
     """The known word that is most like this one, if one is near.
 

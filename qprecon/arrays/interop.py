@@ -71,6 +71,18 @@ def place_of(x: Any) -> Place:
     return Place("numpy")
 
 
+def place_like(like: Any) -> Place | None:
+    """The place of an array that is an example of others; None for None. ValueError for what is no array, or has no values."""
+    if like is None:
+        return None
+    if kind_of(like) == "numpy" and not hasattr(like, "__array__"):
+        raise ValueError(f"like must be an array, such as the weights to come, got {like!r:.60}")
+    try:
+        return place_of(like)
+    except ValueError as error:
+        raise ValueError(f"like: {error}") from error
+
+
 def is_sparse(x: Any) -> bool:
     """Whether it is a sparse array of scipy or torch."""
     sparse = sys.modules.get("scipy.sparse")

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_silent():
         return 0
     if not arguments.quiet:
-        print(report.summary())
-        print(f"the pruned model and its report are in {words['out']}")
+        print(report.summary(again=False))
+        print(f"the {report.made} model and its report are in {words['out']}")
     save_recipe(words, local_path(words["out"]))  # where the disk is full now, the model is there
     return 0

@@ -64,6 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quiet and not report.best_step and not is_silent():
         print(f"note: {NO_GAIN}", file=sys.stderr)
     if not arguments.quiet and not is_silent():
-        print(report.summary())
+        print(report.summary(again=False))
         print(f"the recovered model and its report are in {flags['out']}")
     return 0

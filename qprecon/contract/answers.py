@@ -17,6 +17,7 @@ import numpy as np
 from ..arrays.interop import Array, is_sparse, kind_of, to_numpy
 from ..arrays.memory import out_of_memory
 from ..errors import BackendBrokenError
+from ..wording import counted
 from .interface import Chunk, RawColumns, SolveChunk, System
 from .options import is_number
 
@@ -165,7 +166,7 @@ def _per_column(name: str, what: str, given: Any, columns: int, dtype: Any) -> n
     except (TypeError, ValueError) as error:
         raise BackendBrokenError(f"backend {name!r}: the {what} are {_shown(given)}, not one for each column") from error
     if found.shape != (columns,):
-        _broken(name, f"there are {what} of shape {found.shape} for {columns} columns")
+        _broken(name, f"there are {what} of shape {found.shape} for {counted(columns, 'column')}")
     return found
 
 

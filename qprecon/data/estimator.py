@@ -177,7 +177,7 @@ class MaskedRidge:
         if arrays[0].ndim != 2:
             raise ValueError(f"X must be (T, inputs), got shape {tuple(arrays[0].shape)}")
         if not reset and arrays[0].shape[1] != self.n_features_in_:
-            raise ValueError(f"X has {arrays[0].shape[1]} inputs, the model was fitted to {self.n_features_in_}")
+            raise ValueError(f"X has {counted(arrays[0].shape[1], 'input')}, the model was fitted to {self.n_features_in_}")
         self._remember(X) if reset else self._check_order(X)
         return arrays[0], arrays[1]
 

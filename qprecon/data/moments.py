@@ -9,6 +9,7 @@ loses no digits where means are large: S = S_a + S_b + (s_a s_b / (s_a + s_b)) Î
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..arrays.interop import Array, Place, cast, from_core, is_sparse, kind_of, 
 from ..arrays.linalg import exact_float32
 from ..engine.choice import checked_dtype
 from ..problem.hessian import floating
+from ..wording import counted
 from .sums import MANY_ROWS, add_cross, add_gram, mirror
 
 _ENTRIES = 2**24  # of a batch that are taken at a time: its copy in float64 has 128 MB
@@ -118,7 +120,7 @@ def _batches(X: Any, Y: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(X, list) and all(isinstance(part, numbers.Number) for part in given):
             raise ValueError("X is a list of numbers, of which each item would be a batch: give np.asarray(X)")
         if not 1 <= len(given) <= 3:
-            raise ValueError(f"a batch is x, (x, y) or (x, y, weights), got {len(given)} parts")
+            raise ValueError(f"a batch is x, (x, y) or (x, y, weights), got {counted(len(given), 'part')}")
         yield (*given, *[None] * (3 - len(given)))
 
 
@@ -129,14 +131,17 @@ def _rows(x: Any, y: Any, s: Any, place: Place, name: str) -> tuple[Array, Array
     if x_TN.ndim < 2:
         raise ValueError(f"{of}X must be (T, N), got shape {tuple(x_TN.shape)}")
     leading = tuple(x_TN.shape[:-1])
-    x_TN = x_TN.reshape(-1, x_TN.shape[-1])
+    if not x_TN.shape[-1]:
+        raise ValueError(f"{of}X has no inputs, its shape is {tuple(x_TN.shape)}")
+    rows = math.prod(leading)  # not -1, which fails where there are no outputs
+    x_TN = x_TN.reshape(rows, x_TN.shape[-1])
     y_TK = s_T = None
     if y is not None:
         y_TK = _real(y, place, f"{of}Y")
         y_TK = y_TK[..., None] if tuple(y_TK.shape) == leading else y_TK
         if tuple(y_TK.shape[:-1]) != leading:
             raise ValueError(f"{of}Y has shape {tuple(y_TK.shape)}, X {tuple(x.shape)}: they have other rows")
-        y_TK = y_TK.reshape(-1, y_TK.shape[-1])
+        y_TK = y_TK.reshape(rows, y_TK.shape[-1])
     if s is not None:
         s_T = _real(s, place, f"{of}weights")
         if tuple(s_T.shape) != leading:
@@ -191,7 +196,7 @@ class _Sums:
         for what, found, own in (("X", x_TN, self.h_NN), ("Y", y_TK, self.rhs_NK)):
             widths = [None if a is None else int(a.shape[1]) for a in (found, own)]
             if widths[0] != widths[1]:
-                had, has = ("none" if width is None else f"{width} columns" for width in widths[::-1])
+                had, has = ("none" if width is None else counted(width, "column") for width in widths[::-1])
                 raise ValueError(f"{name or what}: {what} has {has}, the first batch has {had}")
 
     def add(self, x_TN: Array, y_TK: Array | None, s_T: Array | None) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from qprecon.demo.model import NAME, ModelUnavailableError, demo_model_folder
 from qprecon.demo.text import split_builtin_text
 from qprecon.files import local_path, write_text
+from qprecon.wording import counted
 
 SPARSITY = 0.5
 SEED = 0
@@ -62,8 +63,8 @@ class DemoResult:
         return "\n".join(
             [
                 f"{self.model}: {s['sparsity']:.0%} of the weights of every output of every pruned layer are zero",
-                f"calibration: {s['calibration_windows']} windows of {s['seqlen']} tokens; perplexity: "
-                f"{s['held_out_windows']} windows of {s['seqlen']}, {s['text']}, BOS: {s['bos']}",
+                f"calibration: {counted(s['calibration_windows'], 'window')} of {counted(s['seqlen'], 'token')}; perplexity: "
+                f"{counted(s['held_out_windows'], 'window')} of {s['seqlen']}, {s['text']}, BOS: {s['bos']}",
                 "",
                 f"{'':<24}{'perplexity':>11}{'prune, s':>10}{'evaluate, s':>12}",
                 *rows,

@@ -16,6 +16,7 @@ from ..contract.registry import BUILT_IN, Loaded
 from ..problem.hessian import Hessian
 from ..problem.scaling import Scaling, layer_scaling
 from ..proof.factor import Certificate, certificate
+from ..wording import counted
 
 _FLOATS = ("weights_NK", "start_NK", "residual_NK", "linear_NK", "lower_NK", "upper_NK")  # of a chunk, in the backend's dtype
 
@@ -136,7 +137,7 @@ def _inverse_factor(ridged_NN: Array, damping: float, dtype: str) -> Array:
         factor_NN = upper_inverse_factor(ridged_NN)
     if factor_NN is None:
         raise ValueError(
-            f"H of {len(ridged_NN)} inputs is not positive definite with damping {damping:g} in {dtype}; take a larger "
+            f"H of {counted(len(ridged_NN), 'input')} is not positive definite with damping {damping:g} in {dtype}; take a larger "
             f"damping, for instance {max(10 * damping, 0.01):g}"
         )
     return factor_NN

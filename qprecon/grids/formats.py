@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arrays.interop import Array, cast, dtype_name, kind_of, namespace
-from ..wording import did_you_mean
+from ..wording import counted, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Grid:
         if self.group_size is None:
             return 1
         if n % self.group_size:
-            raise ValueError(f"{self.name} in groups of {self.group_size}: that does not divide {n} inputs")
+            raise ValueError(f"{self.name} in groups of {self.group_size}: that does not divide {counted(n, 'input')}")
         return n // self.group_size
 
     def bits_per_weight(self, n: int) -> float:

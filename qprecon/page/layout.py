@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from qprecon.wording import counted
+from qprecon.wording import counted, counted_of
 
 from .charts import Series, bars, layer_chart
 from .recovered import recovered
@@ -26,7 +26,7 @@ def page(runs: Sequence[Run | RecoveryRun]) -> str:
     )
     several = len(runs) > 1
     return environment.get_template("page.html").render(
-        title=f"{len(runs)} runs" if several else _title(runs[0]),
+        title=counted(len(runs), "run") if several else _title(runs[0]),
         compared=_compared(runs) if several else None,
         runs=[_run(run) for run in runs],
     )
@@ -52,7 +52,7 @@ def _compared(every: Sequence[Run | RecoveryRun]) -> dict[str, Any]:
         if len({run.report.measure for run in runs}) > 1:
             notes.append("Token weights and drift differ between the runs: their errors are of different measures.")
         if chart is not None and len(runs) > len(shown):
-            notes.append(f"The chart shows the first {len(shown)} of {len(runs)} runs.")
+            notes.append(f"The chart shows the first {len(shown)} of {counted(len(runs), 'run')}.")
     return {"table": comparison(every), "chart": chart, "note": " ".join(notes)}
 
 
@@ -94,8 +94,11 @@ def _lead(run: Run) -> str:
     }.get("adam" if s.backend == "adam" and s.update == "optimal" else s.update, f"update: {s.update}")
     pattern = s.pattern if isinstance(s.pattern, str) else "patterns by layer"
     reached = "" if pattern == "given" else f" to {pattern}"
+    done = f"were pruned{reached} with {s.mask} masks; {update}"
+    if run.report.quantised_only:
+        done = f"were quantised to {run.report.settings['quantize']}"
     return (
-        f"were pruned{reached} with {s.mask} masks; {update}. Calibration: {counted(s.nsamples, 'window')} of {s.seqlen} tokens, "
+        f"{done}. Calibration: {counted(s.nsamples, 'window')} of {counted(s.seqlen, 'token')}, "
         f"seed {s.seed}, damping {s.damping}. {run.report.stored_as()}"
     )
 
@@ -103,7 +106,8 @@ def _lead(run: Run) -> str:
 def _warnings(run: Run) -> list[str]:
     found = list(run.report.warnings)
     if run.uncertified:
-        found.append(f"{run.uncertified:,} of {run.columns:,} columns are not certified to the tolerance {run.settings.tol:g}")
+        late = counted_of(run.uncertified, run.columns, "column", "is", "are")
+        found.append(f"{late} not certified to the tolerance {run.settings.tol:g}")
     if run.report.fallbacks:
         fallen = counted(run.report.fallbacks, "column")
         found.append(f"{fallen} kept the start, because the solver's answer was worse or not finite")
@@ -115,14 +119,17 @@ def _warnings(run: Run) -> list[str]:
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
+    error = f"{run.mean('error_stored'):.3g}", "mean relative error as stored"
+    if not run.report.quantised_only:
+        error = f"{run.mean('error_masked'):.3g} → {error[0]}", "mean relative error: mask alone → as stored"
     tiles = [
-        (f"{run.report.sparsity:.2%}", "zeros in the pruned layers"),
+        (f"{run.report.sparsity:.2%}", f"zeros in the {run.report.made} layers"),
         (f"{run.report.model_sparsity:.2%}", f"zeros in the whole model{run.report.were_zero}"),
-        (f"{run.mean('error_masked'):.3g} → {run.mean('error_stored'):.3g}", "mean relative error: mask alone → as stored"),
+        error,
     ]
     if run.columns:
         tiles.append((number(run.report.largest_gap, ".1e"), "largest certified relative gap of a column"))
-        tiles.append((f"{run.report.fallbacks:,}", f"of {run.columns:,} columns fell back to their start"))
+        tiles.append((f"{run.report.fallbacks:,}", f"of {counted(run.columns, 'column')} fell back to their start"))
     return [*tiles, (duration(run.seconds), "in all"), *perplexity_tiles(run)]
 
 

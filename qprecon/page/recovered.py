@@ -41,7 +41,7 @@ def _lead(run: RecoveryRun) -> str:
     return (
         f"have the zeros that they had; {counted(run.report.trained, 'weight was', 'weights were')} trained towards the dense "
         f"model's predictions in {counted(len(run.report.losses), 'step')} of {counted(s.batch, 'window')} (AdamW, peak learning "
-        f"rate {s.lr:.3g}, temperature {s.temperature:g}). Text: {counted(s.nsamples, 'window')} of {s.seqlen} tokens, "
+        f"rate {s.lr:.3g}, temperature {s.temperature:g}). Text: {counted(s.nsamples, 'window')} of {counted(s.seqlen, 'token')}, "
         f"seed {s.seed}; {counted(s.windows_held_out, 'of them was', 'of them were')} not trained on.{pruned}"
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..arrays.interop import Array, Place, cast, densified, dtype_name, namespace, place_of, to_core, to_numpy
 from ..arrays.linalg import masked
+from ..wording import counted
 from .hessian import Hessian, floating
 
 
@@ -66,8 +67,8 @@ class ColumnQP:
         put("damping", self.hessian.damping)
         if self.hessian.n_inputs != weights.shape[0]:
             raise ValueError(
-                f"H is {tuple(self.hessian_NN.shape)} but W has {weights.shape[0]} rows; W is (inputs, outputs), the transpose of "
-                "Linear.weight"
+                f"H is {tuple(self.hessian_NN.shape)} but W has {counted(weights.shape[0], 'row')}; W is (inputs, "
+                "outputs), the transpose of Linear.weight"
             )
         put("mask_NK", check_mask(to_core(densified(self.mask_NK), place, "mask"), weights.shape))
         if self.rhs_NK is not None:

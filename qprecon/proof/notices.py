@@ -65,7 +65,8 @@ def fitted_to_rounding(problem: ColumnQP, columns: np.ndarray) -> tuple[str, ...
         return ()
     least = "at least " if budget < 0 else ""
     return (
-        f"{least}{doubtful} of {len(columns)} certified columns may follow H's own rounding: H was summed in float32, and is "
+        f"{least}{doubtful} of {counted(len(columns), 'certified column')} may follow H's own rounding: H was summed "
+        "in float32, and is "
         "singular to that accuracy among the inputs that they keep, as with fewer tokens than kept inputs. The certificates hold "
         "for H as given: add damping, e.g. 0.01, or tokens",
     )

@@ -20,7 +20,7 @@ from tests.llm.toy_text import toy_tokenizer, words
 
 def test_prune_hands_over_what_was_given(monkeypatch, folder, tmp_path):
     calls = []
-    report = types.SimpleNamespace(summary=lambda: "the summary")
+    report = types.SimpleNamespace(summary=lambda again: "the summary", made="pruned")
     monkeypatch.setattr(qprecon.llm, "prune_model", lambda *a, **k: calls.append((a, k)) or report)
     monkeypatch.setattr("qprecon.llm.settings.beforehand.check_prune", lambda *_, **__: None)
     calib, out = str(folder / "calib.txt"), str(tmp_path)
@@ -63,6 +63,19 @@ def test_prune_then_eval(folder, tmp_path, capsys):
     assert result["value"] == pytest.approx(float(expected))
     assert (result["windows"], result["seqlen"], result["bos"]) == (3, 32, "none")
     assert result["text"] == "held out.txt"
+
+
+def test_every_note_is_printed_once_and_in_the_report(folder, tmp_path, capsys):
+    """One is known at the start, that the output is a link, and one at the end, that there are few tokens."""
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    line = f"prune {folder / 'model'} {tmp_path / 'link'} --calib {folder / 'calib.txt'} --nsamples 1 --seqlen 4 --preset fast"
+    for more in ("", " --progress json"):  # which prints no notes as it goes
+        assert cli.main(f"{line} --device cpu --backend cholesky{more}".split()) == 0
+        printed = capsys.readouterr()
+        notes = json.loads((tmp_path / "out" / "qprecon_report.json").read_text())["warnings"]
+        assert any("is a link" in note for note in notes) and any("fewer calibration tokens" in note for note in notes)
+        assert [(printed.out + printed.err).count(f"note: {note}\n") for note in notes] == [1] * len(notes)
+        assert ("is a link" in printed.err) == (not more)
 
 
 def test_masks_of_a_checkpoint_and_attention_left_alone(folder, tmp_path, capsys):

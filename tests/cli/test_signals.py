@@ -33,7 +33,7 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys, l
     assert done.err.splitlines() == [f"qprecon: {word}; the same command goes on after the last finished block"]
     assert done.code == code
     assert cli.main(line) == 0
-    assert "continued after 1 of" in capsys.readouterr().out
+    assert "note: continued after 1 of 2 blocks" in capsys.readouterr().err
 
 
 STOPPED_TWICE = """

@@ -306,6 +306,26 @@ def test_like_says_where_the_weights_will_be():
     assert len(prepared._shared) == 1
 
 
+@pytest.mark.parametrize("like", [3, "cpu", [[1.0]], {}, object()])
+def test_like_must_be_an_array(like):
+    with pytest.raises(ValueError, match="^like must be an array, "):
+        qprecon.prepare(H, like=like)
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="^like: .*meta"):
+        qprecon.prepare(H, like=torch.empty(2, device="meta"))
+
+
+@pytest.mark.parametrize(("n", "k", "what"), [
+    (0, 3, "0 inputs, 3 outputs"), (1, 0, "1 input, 0 outputs"), (0, 0, "0 inputs, 0 outputs"),
+])  # fmt: skip
+def test_of_nothing_nothing_is_certified(n, k, what):
+    empty = np.ones((n, k))
+    solution = qprecon.solve(np.eye(n), empty, empty > 0).raise_for_status()
+    assert solution.summary() == f"nothing to solve: {what}" and solution.weights.shape == (n, k)
+    torch = pytest.importorskip("torch")
+    assert qprecon.torch.solve(torch.eye(n), torch.ones(n, k), torch.ones(n, k)).shape == (n, k)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_audit_takes_weights_at_rounded_bounds(dtype):
     """0.1 is no float32: a weight at the float32 next to it lies outside by rounding, and is certified all the same."""

@@ -178,6 +178,12 @@ def test_what_is_refused_is_named(args, more, named):
         qprecon.gram(*args, **more)
 
 
+def test_nothing_to_predict_and_nothing_to_predict_from():
+    assert qprecon.fit(X, Y[:, :0], np.ones((0, X.shape[1]), dtype=bool)).coef_.shape == (0, X.shape[1])
+    with pytest.raises(ValueError, match="X has no inputs"):
+        qprecon.gram(X[:, :0])
+
+
 def test_a_data_set_that_only_knows_its_items_is_taken():
     class Items:
         def __getitem__(self, index):

@@ -137,7 +137,7 @@ def _check(server: Server, case: Case, fault: dict, tally: Tally) -> None:
         return
     tally.counts["refused in one line" if ended.code == 2 else "there was room"] += 1
     tally.counts["blocks finished before"] += finished
-    continued = sum(map(int, CONTINUED.findall(again.out)))
+    continued = sum(map(int, CONTINUED.findall(again.out + again.err)))
     tally.counts["blocks taken over by the next run"] += continued
     if continued < finished:
         tally.fault(name, f"{finished} blocks were finished, the next run went on after {continued}")

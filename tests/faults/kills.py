@@ -136,7 +136,7 @@ def check_killed(server: Server, run: Reference, ended: Ended, how: str, case: s
     if (wrong := again.wrong(0)) is not None:
         tally.fault(case, f"run again: {wrong}")
         return
-    continued = sum(map(int, CONTINUED.findall(again.out)))
+    continued = sum(map(int, CONTINUED.findall(again.out + again.err)))
     tally.counts["blocks taken over by the next run"] += continued
     if continued < finished:
         tally.counts["blocks lost"] += finished - continued

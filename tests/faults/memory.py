@@ -205,7 +205,7 @@ def _wrong(
         if (wrong := again.wrong(0)) is not None:
             yield f"run again: {wrong}"
             return
-        continued = sum(map(int, CONTINUED.findall(again.out)))
+        continued = sum(map(int, CONTINUED.findall(again.out + again.err)))
         tally.counts["blocks finished before"] += finished
         tally.counts["blocks taken over by the next run"] += continued
         if continued < finished:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from qprecon.wording import counted
+
 # What tokenizers and their collators return beside the tokens; it changes nothing here. A model of one text has one kind of token.
 _BESIDE = {
     "input_ids", "attention_mask", "labels", "length", "offset_mapping", "overflow_to_sample_mapping", "special_tokens_mask",
@@ -144,4 +146,5 @@ def _cut(row_T: torch.Tensor, mask_T: torch.Tensor, what: str) -> torch.Tensor:
 
 def _shape(rows: list[torch.Tensor]) -> str:
     lengths = sorted({len(row) for row in rows})
-    return f"{len(rows)} rows of {' to '.join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))}" if rows else "no rows"
+    span = " to ".join(map(str, dict.fromkeys((*lengths[:1], *lengths[-1:]))))
+    return f"{counted(len(rows), 'row')} of {span}" if rows else "no rows"

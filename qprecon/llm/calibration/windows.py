@@ -119,7 +119,8 @@ def check_length(config: Any, longest: int, remedy: str = USE_SEQLEN) -> None:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < longest:
-        raise ValueError(f"windows of {longest:,} tokens, but the model has {positions:,} positions: {remedy.format(positions)}")
+        has = counted(positions, "position")
+        raise ValueError(f"windows of {longest:,} tokens, but the model has {has}: {remedy.format(positions)}")
 
 
 def resolve_bos(policy: str, tokenizer: Any) -> str:
@@ -171,7 +172,7 @@ def describe_source(source: Any) -> str:
     if isinstance(source, Path) or (isinstance(source, str) and is_source_name(source)):
         return str(source)
     if isinstance(source, str):
-        return f"a text of {len(source):,} characters"
+        return f"a text of {counted(len(source), 'character')}"
     source = as_tensors(source)
     if isinstance(source, torch.Tensor):
         return f"tokens {tuple(source.shape)}"

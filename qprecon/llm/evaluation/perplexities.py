@@ -63,7 +63,7 @@ class PerplexityResult:
 
     def __str__(self) -> str:
         return (
-            f"perplexity {self.value:.3f} on {self.text} ({counted(self.windows, 'window')} of {self.seqlen:,} tokens, "
+            f"perplexity {self.value:.3f} on {self.text} ({counted(self.windows, 'window')} of {counted(self.seqlen, 'token')}, "
             f"{self.windows * self.seqlen:,} of {self.tokens_read:,}; BOS: {self.bos}; {self.seconds:.1f} s)"
         )
 

@@ -61,7 +61,7 @@ class SparseCheck:
         return bool(self.rows) and not any(row.problem for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{self.tokens} tokens a product, {self.dtype} on {self.device}"]
+        lines = [f"{counted(self.tokens, 'token')} a product, {self.dtype} on {self.device}"]
         for row in self.rows:
             head = f"{counted(row.layers, 'layer')} of {row.n_outputs} × {row.n_inputs}: "
             if row.dense_ms is None or row.sparse_ms is None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qprecon.llm.model.dtypes import as_dtype
+from qprecon.wording import counted
 
 LOW_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _FP8_CAPABILITY, _FP8_CUSPARSELT = (8, 9), 602  # of the card; of the library, 0.6.2
@@ -83,7 +84,7 @@ def _dense_fp8(x_TN: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
 def _codes(weight_KN: torch.Tensor, scale_K1: torch.Tensor | None, name: str) -> torch.Tensor:
     """Weights over their scale, which is a code but for the rounding of code · scale to 16 bits."""
     if scale_K1 is None or scale_K1.shape != (len(weight_KN), 1):
-        stored = "without scales" if scale_K1 is None else f"with {scale_K1[0].numel()} scales an output"
+        stored = "without scales" if scale_K1 is None else f"with {counted(scale_K1[0].numel(), 'scale')} an output"
         raise ValueError(f"stored {stored}; {name} kernels take one scale an output: prune with quantize={name!r}, group_size=0")
     codes_KN = weight_KN.float() / scale_K1.float()
     nearest_KN = codes_KN.round().clamp(-128, 127) if name == "int8" else codes_KN.to(torch.float8_e4m3fn).float()

@@ -15,6 +15,7 @@ from typing import Any
 
 from qprecon.errors import BadFileError
 from qprecon.files import read_json
+from qprecon.wording import counted
 
 _IN_MEMORY = "load it yourself and hand the model and its tokenizer, in memory, to prune_model(model, …, tokenizer=…)"
 _FLOATS = re.compile(r"(F|float)[468](?!\d)", re.IGNORECASE)
@@ -101,7 +102,8 @@ def _check_layers(folder: Path, config: Any, tensors: int) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > tensors:
-        raise ValueError(f"{folder / 'config.json'}: num_hidden_layers is {layers:,}, and the files hold {tensors:,} tensors")
+        held = counted(tensors, "tensor")
+        raise ValueError(f"{folder / 'config.json'}: num_hidden_layers is {layers:,}, and the files hold {held}")
 
 
 def check_causal(model: str, config: Any) -> None:

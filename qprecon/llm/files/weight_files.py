@@ -20,6 +20,7 @@ from typing import Any
 
 from qprecon.errors import BadFileError
 from qprecon.files import PICKLE, SAFETENSORS, check_file, read_json, reading
+from qprecon.wording import counted
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -110,7 +111,7 @@ def read_header(path: Path) -> Header:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if length <= size - 8 else b""
             if len(text) < length:
-                raise BadFileError(f"{path} is cut short: it has {size:,} bytes, and its header alone should have {length:,}")
+                raise BadFileError(f"{path} is cut short: it has {counted(size, 'byte')}, its header alone should have {length:,}")
             sampled = hashlib.sha256()
             for part in range(_SAMPLES):
                 file.seek(8 + length + (size - 8 - length) * part // _SAMPLES)
@@ -137,9 +138,9 @@ def _check_spans(path: Path, shapes: Mapping, dtypes: Mapping, spans: Mapping) -
 
 def _check_size(path: Path, size: int, wanted: int) -> None:
     if size < wanted:
-        raise BadFileError(f"{path} is cut short: it has {size:,} of {wanted:,} bytes")
+        raise BadFileError(f"{path} is cut short: it has {size:,} of {counted(wanted, 'byte')}")
     if size > wanted:
-        raise BadFileError(f"{path} is damaged: it has {size:,} bytes, its header speaks of {wanted:,}")
+        raise BadFileError(f"{path} is damaged: it has {counted(size, 'byte')}, its header speaks of {wanted:,}")
 
 
 @contextmanager

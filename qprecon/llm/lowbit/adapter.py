@@ -29,6 +29,7 @@ from qprecon.errors import BadFileError
 from qprecon.llm.calibration.streams import ADAPTER
 from qprecon.llm.lowbit.rounding import Stored
 from qprecon.llm.model.linears import LinearView
+from qprecon.wording import counted
 
 FOLDER = "adapter"
 _ROUNDS = 3
@@ -119,8 +120,9 @@ def check_adapters(rank: int, views: Iterable[LinearView], model: nn.Module) -> 
             raise ValueError(f"adapter_rank: {view.name} is no linear module for an adapter to be beside; leave it out (ignore)")
         if rank > (most := min(view.n_inputs, view.n_outputs)):
             raise ValueError(
-                f"adapter_rank {rank}: {view.name} has {view.n_inputs} inputs and {view.n_outputs} outputs, so that rank {most} is "
-                "all of it and nothing would be left to prune; give a smaller rank or leave the layer out (ignore)"
+                f"adapter_rank {rank}: {view.name} has {counted(view.n_inputs, 'input')} and "
+                f"{counted(view.n_outputs, 'output')}, so that "
+                f"rank {most} is all of it and nothing would be left to prune; give a smaller rank or leave the layer out (ignore)"
             )
 
 

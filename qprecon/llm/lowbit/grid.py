@@ -14,6 +14,7 @@ from qprecon.llm.lowbit.trial import needs_unpacking, reads_experts
 from qprecon.llm.model.blocks import find_blocks, is_conv1d
 from qprecon.llm.model.linears import LinearView, find_linears
 from qprecon.llm.settings.recipe import Recipe
+from qprecon.wording import counted
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _USUAL = (16, 32, 48, 64, 72, 80, 96, 128, 160, 192, 256)  # group sizes that are proposed
@@ -49,7 +50,7 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | N
         if recipe.quantize in ("nvfp4", "mxfp4"):
             fits = []
         hint = f"; group_size={' or '.join(map(str, sorted(fits)))} fits all layers" if fits else "; leave it out (ignore)"
-        raise ValueError(f"{bad[0].name}: groups of {size} do not divide its {bad[0].n_inputs} inputs{hint}")
+        raise ValueError(f"{bad[0].name}: groups of {size} do not divide its {counted(bad[0].n_inputs, 'input')}{hint}")
     if model is not None:
         _check_written(views, model, grid)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from qprecon.llm.model.linears import Stored
 
 ORIENTATIONS = ("NK", "KN")
+LEAST_ZEROS = 0.01  # a layer with a smaller share of zeros was not pruned: dense models have a few by chance
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 

@@ -17,6 +17,8 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from qprecon.wording import counted_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -142,7 +144,7 @@ def select_mask(score_NK: torch.Tensor, pattern: Pattern, group: str = "output")
     if score_NK.ndim != 2:
         raise ValueError(f"scores must have shape (inputs, outputs), got {tuple(score_NK.shape)}")
     if bool(score_NK.isnan().any()):
-        raise ValueError(f"{int(score_NK.isnan().sum())} of {score_NK.numel()} scores are NaN")
+        raise ValueError(f"{counted_of(int(score_NK.isnan().sum()), score_NK.numel(), 'score', 'is', 'are')} NaN")
     N, K = score_NK.shape
     if pattern.is_nm:
         pattern.check(N, "scores")

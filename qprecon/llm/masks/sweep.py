@@ -15,6 +15,7 @@ from qprecon.arrays.sweep import blocks_of
 from qprecon.contract.options import is_whole
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.wording import counted
 
 PruneBlocks = Callable[[torch.Tensor, torch.Tensor, list[slice]], torch.Tensor]
 """`prune_blocks(weights_NK, factor_NN, blocks)`: repairs the weights in place, and says what goes, bool (N, K)."""
@@ -68,8 +69,8 @@ def not_definite(layer: LayerData, damping: float) -> ValueError:
     """What to say of an H that is not positive definite with its damping."""
     return ValueError(
         f"layer {layer.name!r}: the Hessian is not positive definite with damping {damping:g} "
-        f"(from {layer.n_samples} tokens for {len(layer.weights_NK)} inputs); pass a larger damping, for instance "
-        f"{max(10 * damping, 0.01):g}, or more calibration tokens"
+        f"(from {counted(layer.n_samples, 'token')} for {counted(len(layer.weights_NK), 'input')}); pass a larger "
+        f"damping, for instance {max(10 * damping, 0.01):g}, or more calibration tokens"
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from qprecon.llm.model.blocks import Block, is_conv1d
 from qprecon.llm.model.experts import ROUTER_NAMES, fused_parameters
 from qprecon.llm.model.unprunable import computed, packed_as, quantised, stored_as
+from qprecon.wording import counted
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class LinearView:
         place = self._oriented()[:, columns]
         if weights_NK.shape != place.shape:
             raise ValueError(
-                f"{self.name}: weights of shape {tuple(weights_NK.shape)} for a layer of {place.shape[0]} inputs and "
-                f"{place.shape[1]} outputs"
+                f"{self.name}: weights of shape {tuple(weights_NK.shape)} for a layer of {counted(place.shape[0], 'input')} and "
+                f"{counted(place.shape[1], 'output')}"
             )
         with torch.no_grad():
             place.copy_(weights_NK.to(self.dtype))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +13,11 @@ from torch import nn
 import qprecon
 from qprecon.contract.options import is_number
 from qprecon.contract.plugins import working_on
+from qprecon.files import local_path
 from qprecon.llm.files.kinds import quantised_by
 from qprecon.llm.files.weight_files import check_files
 from qprecon.llm.masks import LayerData, Selector, get_selector
-from qprecon.llm.masks.given import load_masks
+from qprecon.llm.masks.given import LEAST_ZEROS, load_masks
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.dtypes import chosen_compute
 from qprecon.llm.pruning.method import Method
@@ -23,6 +26,7 @@ from qprecon.llm.pruning.plan import NOT_ASKED, OUTSIDE, Plan
 from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.settings.beforehand import check_makes, checked_selector
+from qprecon.wording import counted
 
 
 def check_choices(method: Method, device: torch.device) -> None:
@@ -81,9 +85,12 @@ _TURN = (
 )
 
 
-def with_given_masks(method: Method, plan: Plan, model: nn.Module, pattern_stated: bool = False) -> Method:
+def with_given_masks(
+    method: Method, plan: Plan, model: nn.Module, pattern_stated: bool = False, note: Callable[[str], None] = lambda text: None
+) -> Method:
     """For mask "given": the method with its masks read once and checked against every layer of the plan.
 
+    note: is told of layers of which nothing is pruned.
     Raises ValueError for a layer without a mask, a mask without a layer, and a mask of another shape or, if the pattern was stated,
     one that does not hold it.
     """
@@ -99,13 +106,15 @@ def with_given_masks(method: Method, plan: Plan, model: nn.Module, pattern_state
     masks = load_masks(source, names=list(stored), stored=stored, known=known, dense=never, **options)
     if not any(bool(mask.any()) for mask in masks.values()):
         raise ValueError("the given masks keep no weight at all (1 stands for kept)")
+    if any(layer.pattern.fraction for layer in layers) or not pattern_stated:
+        _check_some_zeros(source, masks, note)
     for layer in layers:
         view, mask_NK = layer.view, masks[layer.view.name]
         if tuple(mask_NK.shape) != (view.n_inputs, view.n_outputs):
             turned = tuple(mask_NK.shape) == (view.n_outputs, view.n_inputs)
             raise ValueError(
                 f"layer {view.name!r}: the given mask has shape {tuple(mask_NK.shape)}, the layer "
-                f"{view.n_inputs} inputs and {view.n_outputs} outputs" + (_TURN if turned else "")
+                f"{counted(view.n_inputs, 'input')} and {counted(view.n_outputs, 'output')}" + (_TURN if turned else "")
             )
         if pattern_stated and not layer.pattern.is_held_by(mask_NK):
             zeros = 1 - int(mask_NK.sum()) / mask_NK.numel()
@@ -119,6 +128,23 @@ def with_given_masks(method: Method, plan: Plan, model: nn.Module, pattern_state
             "(inputs, outputs) or 'KN' (outputs, inputs), as torch.nn.Linear.weight has it"
         )
     return replace(method, mask_options={"masks": masks})
+
+
+def _check_some_zeros(source: Any, masks: Mapping[str, torch.Tensor], note: Callable[[str], None]) -> None:
+    """ValueError for masks from the zeros of a checkpoint that is not pruned; where only some layers are not, a note names them."""
+    zeros = {name: mask.numel() - int(mask.sum()) for name, mask in masks.items()}
+    is_checkpoint = isinstance(source, str | Path) and local_path(source).is_dir()
+    least = LEAST_ZEROS if is_checkpoint else 0.0
+    dense = [name for name, mask in masks.items() if not zeros[name] or zeros[name] < least * mask.numel()]
+    if is_checkpoint and len(dense) == len(masks):
+        total = sum(mask.numel() for mask in masks.values())
+        raise ValueError(
+            f"mask_file: {source} is no pruned model: {sum(zeros.values()):,} of {counted(total, 'weight')} in the "
+            f"layers that are to be pruned are zero, in no layer {LEAST_ZEROS:.0%} of them"
+        )
+    if dense and len(dense) < len(masks):
+        few = f", or hardly any ({sum(zeros[name] for name in dense):,})," if any(zeros[name] for name in dense) else ""
+        note(f"the given masks prune nothing{few} of {counted(len(dense), 'layer')}, first {dense[0]}")
 
 
 def _check_learnable(method: Method, plan: Plan) -> None:

@@ -230,5 +230,5 @@ def open_source(
     if source.compared:
         log.note("the model's files have other times than before: what had been read of them was compared and is the same")
     if source.finished:
-        log.note(f"continued after {source.finished} of {len(plan.blocks)} blocks, which an earlier run had finished")
+        log.note(f"continued after {source.finished} of {counted(len(plan.blocks), 'block')}, which an earlier run had finished")
     return source

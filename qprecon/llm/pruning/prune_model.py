@@ -214,7 +214,7 @@ def _opened(
     for note in reading_notes(method, views, found.model) if out is not None else ():
         log.note(note)
     check_adapters(method.adapter_rank, views, found.model)
-    method = with_given_masks(method, plan, found.model, recipe.amount_stated)
+    method = with_given_masks(method, plan, found.model, recipe.amount_stated, log.note)
     folder = None if found.shards is None else found.shards.folder
     if out is not None and ranks.first:
         with log.library_bars():

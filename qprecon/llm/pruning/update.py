@@ -160,6 +160,8 @@ def choose_mask(layer: LayerData, pattern: Pattern, method: Method, idle_as: str
             raise ValueError(f"{layer.name}: mask {method.mask!r} learned no mask for it")
         selection = Selection(selector.as_mask(method.learned_masks[layer.name], layer))
         return selection, _missed(selector, selection.mask_NK, pattern)
+    if not pattern.fraction and selector.is_ours and method.update == "optimal" and method.mask != "given":
+        return Selection(torch.ones_like(layer.weights_NK, dtype=torch.bool)), Remark()
     if selector.needs_hessian and layer.n_samples == 0:
         # H = 0 scores all weights alike, so the mask would be arbitrary.
         return get_selector("magnitude").select(layer, pattern), Remark(idle_as)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import distributed
 
 from qprecon.errors import RankError
+from qprecon.wording import counted
 
 _AGAIN = 0.05  # seconds between two looks
 _TRY = 5.0  # seconds in which a host that is there answers
@@ -60,7 +61,8 @@ class Place:
     def _unreached(self, why: object) -> RankError:
         """The error of a place that cannot be reached."""
         return RankError(
-            f"{self._waited()} {self.size - 1} others of WORLD_SIZE={self.size} at {self}, which cannot be reached ({why})"
+            f"{self._waited()} {counted(self.size - 1, 'other')} of WORLD_SIZE={self.size} at {self}, which cannot "
+            f"be reached ({why})"
         )
 
     def _waited(self) -> str:

@@ -30,7 +30,6 @@ from qprecon.llm.recovery.trained import Selected, masks_beside, select_trained
 from qprecon.llm.recovery.training import Done, Task, place, train_on
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, versions
-from qprecon.llm.reporting.progress import say
 from qprecon.llm.reporting.report import RECOVERY_NAME
 from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
@@ -253,7 +252,7 @@ def _recovered(
         run = place(task, recovery, journal, stack, log, ranks)
         each = f" on each of {ranks.size} ranks" if ranks.size > 1 else ""
         line = run.memory.described(task.device) + each + (", blocks run twice to save memory" if run.fit.checkpointing else "")
-        say([line, *log.notes], log.progress)
+        log.say_notes(line)
         with log.bar(len(task.schedule.steps)):
             done = train_on(run, task, recovery.patience, journal, save_steps, ranks)
     if done.weights is not None and task.pair.wanted(ranks.first):

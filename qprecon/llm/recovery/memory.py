@@ -20,6 +20,7 @@ from qprecon.llm.recovery.optimizers import NEEDS_TORCHAO
 from qprecon.llm.recovery.placing import compute_dtype, main_dtype, placed_dtype
 from qprecon.llm.recovery.trained import Selected
 from qprecon.llm.settings.recovery import OPTIMIZER_STATES
+from qprecon.wording import counted
 
 _USED = 0.9  # of what is free: estimates are not exact, and memory breaks up into pieces
 _MARGIN = 1.25  # on activations, for what lives shortly within an operation
@@ -81,7 +82,7 @@ def choose_state(
         return "float32", tried["float32"]
     hint = "" if importlib.util.find_spec("torchao") else f"; {NEEDS_TORCHAO}"
     raise ValueError(
-        f"not enough memory, even with optimizer_state={kind!r} and a window of {longest:,} tokens at a time, which takes "
+        f"not enough memory, even with optimizer_state={kind!r} and a window of {counted(longest, 'token')} at a time, which takes "
         f"{_gib(window)} more. {memory.described(device)}. Shorter windows, another device, or a smaller model would fit{hint}"
     )
 
@@ -108,7 +109,7 @@ def choose_parts(
     (kind, parted), memory = choices[chosen], tried[chosen]
     if device.type == "cuda" and not any(fitting):
         raise ValueError(
-            f"not enough memory for a window of {longest:,} tokens at a time, which takes {_gib(window)} more. "
+            f"not enough memory for a window of {counted(longest, 'token')} at a time, which takes {_gib(window)} more. "
             f"{memory.described(device)}. Shorter windows, more ranks or a smaller model would fit"
         )
     return kind, parted, memory

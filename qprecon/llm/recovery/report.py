@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qprecon.llm.reporting.reading import FORMAT, Saved
+from qprecon.llm.reporting.reading import FORMAT, NOT_SAVED, Saved
 from qprecon.llm.reporting.report import RECOVERY_NAME, STORED_DENSE
 from qprecon.llm.storage.card import card_front
 from qprecon.wording import counted
@@ -53,6 +52,7 @@ class RecoveryReport(Saved):
     world_size: int = 1
     ranks: tuple[dict[str, Any], ...] = ()
     warnings: tuple[str, ...] = ()
+    told: tuple[str, ...] = NOT_SAVED
 
     @property
     def seed(self) -> int:
@@ -65,13 +65,13 @@ class RecoveryReport(Saved):
 
     def to_json(self, files: Collection[str] | None = None) -> str:
         """The report as JSON text. `files`: what was written with it."""
-        data = {"format": FORMAT, **dataclasses.asdict(self), "perplexity_before": self.perplexity_before}
+        data = {"format": FORMAT, **self.saved(), "perplexity_before": self.perplexity_before}
         if files is not None:
             data["files"] = sorted(files)
         return json.dumps(data, indent=1, allow_nan=False, default=str)  # paths and dtypes among the settings
 
-    def summary(self) -> str:
-        """The outcome in a few lines."""
+    def summary(self, again: bool = True) -> str:
+        """The outcome in a few lines. again: with notes that the run has printed already."""
         steps = len(self.losses)
         lines = [
             f"{counted(self.layers, 'pruned layer')}, {self.sparsity:.2%} zeros held; {counted(self.trained, 'weight')} trained in "
@@ -82,7 +82,7 @@ class RecoveryReport(Saved):
             f"(best after step {self.best_step})",
             ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()),
         ]
-        return "\n".join([*lines, *(f"note: {warning}" for warning in self.warnings)])
+        return "\n".join([*lines, *self.notes(again)])
 
     def __str__(self) -> str:
         return self.summary()
@@ -115,7 +115,7 @@ class RecoveryReport(Saved):
             f"- Loss: KL divergence at temperature {settings['temperature']}; AdamW, peak learning rate {settings['lr']:.3g}"
             f"{self._lowered()}, {counted(len(self.losses), 'step')} of {counted(settings['batch'], 'window')}, "
             f"seed {settings['seed']}\n"
-            f"- Text: {counted(settings['nsamples'], 'window')} of {settings['seqlen']} tokens{source}; "
+            f"- Text: {counted(settings['nsamples'], 'window')} of {counted(settings['seqlen'], 'token')}{source}; "
             f"{counted(settings['windows_held_out'], 'of them was', 'of them were')} not trained on\n"
             f"- Perplexity on the latter: {self.perplexity_before:.3f} as pruned, {self.perplexity_stored:.3f} as stored, "
             f"{self.perplexity_dense:.3f} of the dense model\n\n"
@@ -142,7 +142,8 @@ def report_of(
     if kept < _MOST_OF * gained:
         log.note(f"rounding the weights as they are stored takes {1 - kept / gained:.0%} of what the windows held out had gained")
     if done.emptied:
-        log.note(f"{done.emptied} kept weights are zero in the stored dtype; save_masks keeps the masks apart from them")
+        are = counted(done.emptied, "kept weight is", "kept weights are")
+        log.note(f"{are} zero in the stored dtype; save_masks keeps the masks apart from them")
     divisors = [schedule.divisor(course.held_out[: at + 1]) for at in range(len(course.looks))]
     return RecoveryReport(
         losses=tuple(course.losses),
@@ -163,4 +164,5 @@ def report_of(
         phase_seconds=dict(log.seconds),
         pruned_with=was,
         warnings=tuple(log.notes),
+        told=tuple(log.told),
     )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from qprecon.files import local_path
-from qprecon.llm.masks.given import load_masks
+from qprecon.llm.masks.given import LEAST_ZEROS, load_masks
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, pack
 from qprecon.llm.model.blocks import Block
 from qprecon.llm.model.dtypes import FLOATS
@@ -22,7 +22,6 @@ from qprecon.llm.model.unprunable import check_refused
 from qprecon.wording import counted
 
 TOGETHER = 1 << 23  # bytes of masks that are unpacked at once: 64 MiB of bools, and as much beside them on the way
-LEAST_ZEROS = 0.01  # a layer with a smaller share of zeros was not pruned: dense models have a few by chance
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,8 @@ def _given(views: Sequence[LinearView], source: Any) -> dict[str, torch.Tensor]:
         view = by_name[name]
         if tuple(mask_NK.shape) != (view.n_inputs, view.n_outputs):
             raise ValueError(
-                f"masks: that of {name!r} has shape {tuple(mask_NK.shape)}, the layer {view.n_inputs} inputs and "
-                f"{view.n_outputs} outputs"
+                f"masks: that of {name!r} has shape {tuple(mask_NK.shape)}, the layer {counted(view.n_inputs, 'input')} and "
+                f"{counted(view.n_outputs, 'output')}"
             )
         lost = int(torch.count_nonzero(_part(view, view.parameter.detach()).masked_select(~mask_NK.to(view.parameter.device))))
         if lost:

@@ -180,12 +180,13 @@ def train_on(
         with log.phase("train"):
             windows = [run.windows[index] for index in schedule.steps[course.step]]
             course.pending.append(_tried(run, partial(gradients, run.distillation, windows)))
-            move(run.optimizer, run.held, schedule.rate(course.step) / schedule.divisor(course.held_out))
+            rate = schedule.rate(course.step) / schedule.divisor(course.held_out)
+            move(run.optimizer, run.held, rate)
         course.step += 1
         loss = _look(run, held_out).loss if course.step in schedule.looks else None
         if loss is not None and schedule.too_high(course.held_out):
             run.optimizer.restart(course.best)
-        log.step("recover", 1, loss=loss)
+        log.step("recover", 1, loss=loss, lr=rate)
         # Ranks meet after each step, so that none waits in a collective for one that is lost.
         if ranks.gathered(journal is not None and is_due(course.step))[0]:
             with log.phase("keep"):

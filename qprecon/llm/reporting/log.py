@@ -20,13 +20,14 @@ class RunLog:
     """`with log.phase("gram"): …`, `log.note("…")`, `log.step("layers.0", 1)`.
 
     progress: how steps are shown, see `qprecon.llm.reporting.progress`; ValueError for a word that is no mode. seconds: wall-clock
-    time by phase; phases do not overlap. notes: for the report's warnings. step: what was done since the last call; nothing is
-    shown before `bar` is entered.
+    time by phase; phases do not overlap. notes: for the report's warnings; told: those that were printed. step: what was done since
+    the last call; nothing is shown before `bar` is entered.
     """
 
     progress: bool | str = False
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
     step: Step = _no_step
 
     def __post_init__(self) -> None:
@@ -55,9 +56,10 @@ class RunLog:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def say_notes(self) -> None:
-        """Print the notes so far, if a bar is shown: the user should see them before hours of work."""
-        say(self.notes, self.progress)
+    def say_notes(self, *before: str) -> None:
+        """Print `before` and the notes so far, if a bar is shown: the user should see them before hours of work."""
+        if say([*before, *self.notes], self.progress):
+            self.told += self.notes
 
     @contextmanager
     def bar(self, total: int, blocks: int | None = None) -> Iterator[None]:

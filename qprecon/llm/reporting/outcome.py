@@ -12,8 +12,8 @@ import transformers
 import qprecon
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
-from qprecon.llm.reporting.report import LayerRow, PruneReport
-from qprecon.wording import counted
+from qprecon.llm.reporting.report import LayerRow, PruneReport, no_zeros_asked, quantised_only
+from qprecon.wording import counted, counted_of
 
 _SHORT = 1e-3  # of a layer's weights: what is missing of the sparsity asked for, and is said
 
@@ -36,6 +36,7 @@ def outcome(
         versions=versions(),
         phase_seconds=dict(log.seconds),
         warnings=(*log.notes, *_remarks(rows, settings["mask"])),
+        told=tuple(log.told),
         **facts,
     )
 
@@ -62,8 +63,10 @@ def among_ranks(ranks: Ranks, device: torch.device, windows: int | None, log: Ru
 def _remarks(rows: Sequence[LayerRow], mask: str) -> list[str]:
     """mask: which method made them; given masks were not asked for a sparsity."""
     notes, given = [], mask == "given"
-    if not any(row.zeros for row in rows):
+    if not any(row.zeros for row in rows) and not quantised_only(rows):
         notes.append("no weight was pruned" + (": the given masks keep all" if given else ""))
+    elif all(row.zeros == row.zeros_before and row.requested_sparsity for row in rows):
+        notes.append("no weight was pruned that was not zero before")
     if emptied := [row.name for row in rows if row.zeros == row.n_inputs * row.n_outputs]:
         notes.append(f"{_layers_have(emptied)} no weight left, first {emptied[0]}")
     notes += _not_held(rows, mask)
@@ -80,7 +83,8 @@ def _remarks(rows: Sequence[LayerRow], mask: str) -> list[str]:
             f"{worst.reached_sparsity:.2%} got; counts in a column are rounded down to whole weights"
         )
     if idle := [row.name for row in rows if row.tokens == 0]:
-        notes.append(f"{counted(len(idle), 'expert')} got no calibration token, first {idle[0]}: masked by magnitude")
+        instead = "" if no_zeros_asked(rows) else ": masked by magnitude"
+        notes.append(f"{counted(len(idle), 'expert')} got no calibration token, first {idle[0]}{instead}")
     if silent := [row.name for row in rows if row.tokens and row.zeros and row.requested_sparsity and row.error_masked == 0]:
         notes.append(
             f"in {counted(len(silent), 'layer')} the mask costs nothing at all, first {silent[0]}: the inputs of what it prunes "
@@ -102,8 +106,8 @@ def _not_held(rows: Sequence[LayerRow], mask: str) -> list[str]:
         return []
     worst = max(missed, key=lambda row: abs(row.reached_sparsity - row.requested_sparsity))
     return [
-        f"mask {mask!r} did not keep to the pattern asked for in {len(missed)} of {len(rows)} layers, at worst {worst.name}: "
-        f"{worst.pattern} asked, {worst.reached_sparsity:.2%} zeros got"
+        f"mask {mask!r} did not keep to the pattern asked for in {len(missed)} of {counted(len(rows), 'layer')}, at "
+        f"worst {worst.name}: {worst.pattern} asked, {worst.reached_sparsity:.2%} zeros got"
     ]
 
 
@@ -118,7 +122,8 @@ def _missed(rows: Sequence[LayerRow]) -> list[str]:
     useless = _useless(rows)
     notes = [
         f"backend {name!r}: none of its answers could be used, as they were not finite or no better than the weights that columns "
-        f"started from; all {sum(row.n_outputs for row in rows if row.backend == name)} columns keep these. Take another backend"
+        "started from, which are kept "
+        f"({counted(sum(row.n_outputs for row in rows if row.backend == name), 'column')}). Take another backend"
         for name in sorted(useless)
     ]
     late = [row for row in rows if row.uncertified and row.backend not in useless]
@@ -130,8 +135,9 @@ def _late(late: Sequence[LayerRow], layers: int) -> list[str]:
         return []
     worst = max(late, key=lambda row: row.uncertified or 0)
     return [
-        f"{len(late)} of {layers} layers have columns above the tolerance, most of them {worst.name} ({worst.uncertified} of "
-        f"{worst.n_outputs} columns): a larger tol, a larger damping, more iterations (solve_options) or another backend may do"
+        f"{counted_of(len(late), layers, 'layer', 'has', 'have')} columns above the tolerance, most of them {worst.name} "
+        f"({worst.uncertified} of {counted(worst.n_outputs, 'column')}): a larger tol, a larger damping, more "
+        "iterations (solve_options) or another backend may do"
     ]
 
 
@@ -142,11 +148,12 @@ def _too_few_tokens(rows: Sequence[LayerRow]) -> list[str]:
     few = [row for row in rows if 0 < row.tokens < kept[row.name]]
     if not few:
         return []
-    worst = min(few, key=lambda row: row.tokens / row.n_inputs)
+    worst, layers = min(few, key=lambda row: row.tokens / row.n_inputs), counted_of(len(few), len(rows), "layer", "has", "have")
+    is_whole = no_zeros_asked(rows)
+    of = counted(worst.n_inputs, "input") if is_whole else f"{kept[worst.name]} of {counted(worst.n_inputs, 'input')}"
     return [
-        f"{len(few)} of {len(rows)} layers have fewer calibration tokens than inputs that they keep, at worst {worst.name} "
-        f"({worst.tokens} tokens, {kept[worst.name]} of {worst.n_inputs} inputs): their weights fit this text and may not fit "
-        "another; take more windows"
+        f"{layers} fewer calibration tokens than {'inputs' if is_whole else 'kept inputs'}, at worst {worst.name} "
+        f"({counted(worst.tokens, 'token')}, {of}): such weights fit this text and may not fit another; take more windows"
     ]
 
 

@@ -21,12 +21,12 @@ class Step(Protocol):
     """`step(stage, advance)`: `advance` units are done since the last call, the newest of them `layer`.
 
     blocks: how many blocks are finished since then; errors: the reconstruction errors that are known since then; loss: the newest
-    one of a training, if it is known anew.
+    one of a training, if it is known anew; lr: the learning rate of a step of it.
     """
 
     def __call__(
         self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = (),
-        loss: float | None = None,
+        loss: float | None = None, lr: float | None = None,
     ) -> None: ...  # fmt: skip
 
 
@@ -71,11 +71,12 @@ def library_bars(progress: bool | str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def say(notes: Sequence[str], progress: bool | str) -> None:
-    """Print a note before hours of work, if a bar is shown. The report has it too."""
-    if progress_mode(progress) == "bar":
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr, flush=True)
+def say(notes: Sequence[str], progress: bool | str) -> bool:
+    """Print notes before hours of work, if a bar is shown; whether it is."""
+    shown = progress_mode(progress) == "bar"
+    for note in notes if shown else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    return shown
 
 
 @dataclass
@@ -93,7 +94,7 @@ class _State:
 
     def took(
         self, stage: str, advance: int, *, layer: str | None = None, blocks: int = 0, errors: Sequence[float] = (),
-        loss: float | None = None,
+        loss: float | None = None, lr: float | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Count a step; -> the facts, ready for a line of JSON."""
         self.done += advance
@@ -110,6 +111,8 @@ class _State:
         facts["mean_error"] = sum(self.errors) / len(self.errors) if self.errors else None
         if self.loss is not None:
             facts["loss"] = self.loss
+        if lr is not None:
+            facts["lr"] = lr
         facts["gpu_gib"] = _gpu_gib()
         return facts
 

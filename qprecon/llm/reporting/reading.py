@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -16,16 +17,30 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind")
 Own = TypeVar("Own", bound="Saved")
 FORMAT = 1
+NOT_SAVED: Any = dataclasses.field(default=(), compare=False)  # what is known of the run, and of no file
 
 
 class Saved:
-    """A report, a dataclass, that is kept as JSON beside the weights. NAME: of its file in an output folder."""
+    """A report, a dataclass, that is kept as JSON beside the weights. NAME: of its file in an output folder.
+
+    warnings: notes on what a reader would otherwise miss. told: which of them were printed as the run went on; not in the file.
+    """
 
     NAME: ClassVar[str]
+    warnings: tuple[str, ...]
+    told: tuple[str, ...]
 
     def to_json(self, files: Collection[str] | None = None) -> str:
         """The report as JSON text. `files`: what was written with it."""
         raise NotImplementedError
+
+    def saved(self) -> dict[str, Any]:
+        """The fields that the file has."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "told"}  # type: ignore[call-overload]
+
+    def notes(self, again: bool) -> list[str]:
+        """Lines for the end of a summary; without `again` only notes that were not printed before."""
+        return [f"note: {warning}" for warning in self.warnings if again or warning not in self.told]
 
     def save(self, path: str | Path, files: Collection[str] | None = None) -> Path:
         """Write the JSON to `path`; `files` as in `to_json`."""

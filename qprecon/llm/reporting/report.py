@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from qprecon.llm.reporting.reading import FORMAT, Saved
+from qprecon.llm.reporting.reading import FORMAT, NOT_SAVED, Saved
 from qprecon.wording import counted
 
 STORED_DENSE = (
@@ -81,7 +81,7 @@ class PruneReport(Saved):
     `excluded` lists what of the blocks was left dense, with reasons; `left_dense` what of the whole model was, and its share
     of all parameters. `left_out`: files of the model's folder that the output lacks. `phase_seconds` is wall-clock time. Where
     there are several ranks it is the first one's; `ranks` has each one's host, card, windows, seconds and bytes sent, and
-    the seconds of a layer's row are the sum over the ranks that had columns of it.
+    the seconds of a layer's row are the sum over the ranks that had columns of it. `told`: as in `Saved`.
     """
 
     NAME: ClassVar[str] = REPORT_NAME
@@ -100,6 +100,7 @@ class PruneReport(Saved):
     world_size: int = 1
     ranks: tuple[dict[str, Any], ...] = ()
     zero_before: float | None = None
+    told: tuple[str, ...] = NOT_SAVED
 
     @property
     def seed(self) -> int:
@@ -135,7 +136,7 @@ class PruneReport(Saved):
 
     def to_json(self, files: Collection[str] | None = None) -> str:
         """The report as JSON text; numbers that JSON lacks (infinities) become null. `files`: what was written with it."""
-        data = {"format": FORMAT, **dataclasses.asdict(self), "largest_gap": self.largest_gap, "fallbacks": self.fallbacks}
+        data = {"format": FORMAT, **self.saved(), "largest_gap": self.largest_gap, "fallbacks": self.fallbacks}
         if files is not None:
             data["files"] = sorted(files)
         return json.dumps(_plain(data), indent=1, allow_nan=False)
@@ -147,17 +148,33 @@ class PruneReport(Saved):
             data["layers"] = [_restored(row) if isinstance(row, dict) else row for row in rows]
         return data
 
-    def summary(self) -> str:
-        """The outcome in a few lines."""
-        masked, stored = self.mean_error("error_masked"), self.mean_error("error_stored")
-        pruned = "pruned to" if any(row.requested_sparsity for row in self.layers) or not self.layers else "left dense, with"
+    @property
+    def quantised_only(self) -> bool:
+        """Whether no zeros were asked for, and weights were only stored in few bits."""
+        return quantised_only(self.layers)
+
+    @property
+    def made(self) -> str:
+        """What was done to the model, in a word."""
+        return "quantised" if self.quantised_only else "pruned"
+
+    def _done(self) -> str:
+        """What was done to the layers, and what of them is zero."""
+        zeros = f"{self.sparsity:.2%} zeros ({self.model_sparsity:.2%} of the whole model{self.were_zero})"
+        if self.quantised_only:
+            return f"quantised to {self.settings['quantize']}, with {zeros}"
+        return ("left dense, with " if self.layers and no_zeros_asked(self.layers) else "pruned to ") + zeros
+
+    def summary(self, again: bool = True) -> str:
+        """The outcome in a few lines. again: with notes that the run has printed already."""
+        alone = "" if self.quantised_only else f"{self.mean_error('error_masked'):.4g} with the mask alone, "
+        kept = "not stored in few bits" if self.quantised_only else "left dense"
         lines = [
-            f"{counted(len(self.layers), 'layer')} {pruned} {self.sparsity:.2%} zeros "
-            f"({self.model_sparsity:.2%} of the whole model{self.were_zero})"
+            f"{counted(len(self.layers), 'layer')} {self._done()}"
             + (f", preset {self.settings['preset']}" if "preset" in self.settings else ""),
-            *(f"{share:.1%} of the model left dense: {what}" for what, share in self.much_left_dense),
+            *(f"{share:.1%} of the model {kept}: {what}" for what, share in self.much_left_dense),
             f"mean relative reconstruction error{f' ({self.measure})' if self.measure else ''}: "
-            f"{masked:.4g} with the mask alone, {stored:.4g} as stored",
+            f"{alone}{self.mean_error('error_stored'):.4g} as stored",
         ]
         if self.largest_gap is not None:
             columns = sum(row.n_outputs for row in self.layers)
@@ -173,8 +190,9 @@ class PruneReport(Saved):
                 f"damped cost as stored: at most {mean:.2%} above that of the best real-valued weights, on average over layers; "
                 f"{gaps[worst]:.2%} in the worst one, {worst} (certified; the error without damping may rise by more)"
             )
-        lines.append(", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
-        lines += [f"note: {warning}" for warning in self.warnings]
+        words = {"mask": "targets"} if self.quantised_only else {}  # all masks are full then, and the rest of that phase is these
+        lines.append(", ".join(f"{words.get(phase, phase)} {seconds:.1f} s" for phase, seconds in self.phase_seconds.items()))
+        lines += self.notes(again)
         return "\n".join(lines)
 
     def stored_as(self) -> str:
@@ -182,9 +200,12 @@ class PruneReport(Saved):
         bits = [row.bits for row in self.layers if row.bits is not None]
         if not bits:
             return STORED_DENSE
+        layers, zeros = "pruned layers", "; the zeros among them make the file no smaller"
+        if self.quantised_only:
+            layers, zeros = "quantised layers", ""
         return (
-            f"The weights of the pruned layers are stored as {self.settings['quantize']} in compressed-tensors files, "
-            f"{min(bits):.4g} bits each with their scales; the zeros among them make the file no smaller."
+            f"The weights of the {layers} are stored as {self.settings['quantize']} in compressed-tensors files, "
+            f"{min(bits):.4g} bits each with their scales{zeros}."
         )
 
     def __str__(self) -> str:
@@ -202,6 +223,14 @@ class PruneReport(Saved):
         if which not in _ERRORS:
             raise ValueError(f"which must be one of {', '.join(_ERRORS)}, got {which!r}")
         return math.fsum(getattr(row, which) for row in self.layers) / max(len(self.layers), 1)
+
+
+def no_zeros_asked(rows: Sequence[LayerRow]) -> bool:
+    return not any(row.requested_sparsity for row in rows)
+
+
+def quantised_only(rows: Sequence[LayerRow]) -> bool:
+    return no_zeros_asked(rows) and any(row.bits is not None for row in rows)
 
 
 _ERRORS = tuple(each.name for each in dataclasses.fields(LayerRow) if each.name.startswith("error_"))

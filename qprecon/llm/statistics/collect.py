@@ -22,6 +22,7 @@ from qprecon.llm.statistics.block_grams import BlockGrams
 from qprecon.llm.statistics.dense_outputs import Beside, DenseOutputs, Silent
 from qprecon.llm.statistics.gram import Gram
 from qprecon.llm.statistics.observe import Enough, Observe, identity, observed_inputs, silenced
+from qprecon.wording import counted
 
 TokenWeights = Mapping[str, Sequence[torch.Tensor]]  # layer -> for each sample the weights of its tokens, (B·T,)
 
@@ -218,8 +219,8 @@ class _Accumulator:
         rows = x.numel() // x.shape[-1]
         if weights_T.numel() != rows:
             raise ValueError(
-                f"{view.name}: it is given {rows} rows for {weights_T.numel()} tokens, so its token weights are unknown; leave it "
-                "out (`ignore`) or use token_weights=0"
+                f"{view.name}: it is given {counted(rows, 'row')} for {counted(weights_T.numel(), 'token')}, so its "
+                "token weights are unknown; leave it out (`ignore`) or use token_weights=0"
             )
         return weights_T.to(x.device)
 

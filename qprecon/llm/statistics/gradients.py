@@ -26,6 +26,7 @@ from qprecon.llm.model.linears import LinearView
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.over_ranks import all_portions
+from qprecon.wording import counted
 
 TOGETHER = 4  # blocks whose backward pass is one: their inputs are kept once, their weights are on the device together
 _SHARE = 12  # the inputs of blocks stay on the device if they take less than this part of its free memory
@@ -109,7 +110,7 @@ def _forward(
     parts = -(-depth // TOGETHER)
     store = choose_store(size * parts, inputs.device, _SHARE) if inputs.store == inputs.device else inputs.store
     if store.type == "cpu":
-        check_host_memory(size * parts, f"token weights keep the inputs of {parts} blocks, {size / 1e9:.2g} GB each")
+        check_host_memory(size * parts, f"token weights keep the inputs of {counted(parts, 'block')}, {size / 1e9:.2g} GB each")
     kept, hidden = {}, list(inputs.hidden)
     containers: dict[type, tuple | None] = {}
     with torch.no_grad():
@@ -189,8 +190,8 @@ def _logits(model: nn.Module, numbers: torch.Tensor, words: int) -> torch.Tensor
     if logits is None or logits.ndim != 3 or logits.shape[:2] != numbers.shape or logits.shape[2] < words:
         made = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
         raise ValueError(
-            f"{type(model).__name__} returns {made} for {numbers.numel()} tokens, where the loss needs a prediction of the next "
-            f"token for each; {_WITHOUT}"
+            f"{type(model).__name__} returns {made} for {counted(numbers.numel(), 'token')}, where the loss needs a "
+            f"prediction of the next token for each; {_WITHOUT}"
         )
     return logits
 

@@ -8,10 +8,10 @@ from qprecon.llm.reporting.report import REPORT_NAME, PruneReport
 from qprecon.wording import counted
 
 
-def card_front(base: Any) -> str:
-    """The beginning of a model card. `base`: the dense model, which is named if it is a hub name with an owner."""
+def card_front(base: Any, made: str = "pruned") -> str:
+    """The beginning of a model card. base: the dense model, named if it is a hub name with an owner; made: what was done to it."""
     front = f"base_model: {base}\n" if isinstance(base, str) and base.count("/") == 1 and base[0] not in "/.~" else ""
-    return f"---\nlibrary_name: transformers\n{front}tags:\n- pruned\n- qprecon\n---\n\n"
+    return f"---\nlibrary_name: transformers\n{front}tags:\n- {made}\n- qprecon\n---\n\n"
 
 
 def model_card(report: PruneReport) -> str:
@@ -24,22 +24,28 @@ def model_card(report: PruneReport) -> str:
     rule = {"owl": "by OWL", "loss": "by the loss's gradients"}.get(settings.get("allocation", ""))
     shared = f" on average, shared out between blocks {rule}" if rule else ""
     base = settings.get("model")
-    dense = "".join(f"{share:.1%} of the model left dense: {what}.\n" for what, share in report.much_left_dense)
+    kept = "not stored in few bits" if report.quantised_only else "left dense"
+    dense = "".join(f"{share:.1%} of the model {kept}: {what}.\n" for what, share in report.much_left_dense)
+    how = f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
+    alone, made, costs = f"{report.mean_error('error_masked'):.4g} with the mask alone, ", "Pruned", "Pruning costs"
+    if report.quantised_only:
+        how = f"- Weights: {settings['quantize']}, rounded by {settings.get('rounding', 'sweep')}\n"
+        alone, made, costs = "", "Quantised", "Few bits cost"
     return (
-        f"{card_front(base)}"
-        f"# Pruned {base or 'model'}\n\n"
-        f"Pruned with qprecon {report.versions['qprecon']}: {counted(len(report.layers), 'linear layer')}, "
+        f"{card_front(base, made.lower())}"
+        f"# {made} {base or 'model'}\n\n"
+        f"{made} with qprecon {report.versions['qprecon']}: {counted(len(report.layers), 'linear layer')}, "
         f"{report.sparsity:.2%} of their weights are zero ({report.model_sparsity:.2%} of the whole model{report.were_zero}).\n"
         f"{dense}\n"
-        f"- Pattern: {settings['pattern']}{shared}; masks: {settings['mask']}; kept weights: {update}\n"
+        f"{how}"
         f"- Preset: {settings.get('preset', 'fast')}; the report has every setting\n"
-        f"- Calibration: {counted(settings['nsamples'], 'window')} of {settings['seqlen']} tokens, seed {settings['seed']}"
+        f"- Calibration: {counted(settings['nsamples'], 'window')} of {counted(settings['seqlen'], 'token')}, "
+        f"seed {settings['seed']}"
         f"{', from ' + settings['calibration'] if settings.get('calibration') else ''}\n"
         f"{gap}"
         f"- Mean relative reconstruction error of a layer{f' ({report.measure})' if report.measure else ''}: "
-        f"{report.mean_error('error_masked'):.4g} with the mask alone, "
-        f"{report.mean_error('error_stored'):.4g} as stored\n\n"
-        f"{report.stored_as()} Pruning costs quality; measure it on your own task before use.\n\n"
+        f"{alone}{report.mean_error('error_stored'):.4g} as stored\n\n"
+        f"{report.stored_as()} {costs} quality; measure it on your own task before use.\n\n"
         f"{_reading(settings.get('adapter_rank', 0), packed=any(row.bits is not None for row in report.layers))}"
         f"Each layer's figures are in `{REPORT_NAME}`.\n"
     )

@@ -24,6 +24,7 @@ from qprecon.llm.ranks.dealing import Share
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.storage.journal import Journal
+from qprecon.wording import counted
 
 
 class MemoryBlocks:
@@ -133,8 +134,9 @@ def told_if_pruned_in_part(model: Any) -> Iterator[None]:
     except BaseException:
         if changed := [name for name, version in _versions(model).items() if before.get(name, version) != version]:
             warnings.warn(
-                f"the run ended early, and the model in memory is no longer as it was: {len(changed)} of its parameters have been "
-                f"changed, first {changed[0]}; load it again to start over",
+                "the run ended early, and the model in memory is no longer as it was: "
+                f"{counted(len(changed), 'of its parameters has', 'of its parameters have')} "
+                f"been changed, first {changed[0]}; load it again to start over",
                 RuntimeWarning,
                 stacklevel=3,
             )

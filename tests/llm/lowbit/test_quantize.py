@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import warnings
 
 import pytest
@@ -10,13 +11,20 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from qprecon import cli
 from qprecon.llm import perplexity, prune_model, recover
 from qprecon.llm.files.kinds import check_experts_whole
+from qprecon.llm.masks import LayerData
 from qprecon.llm.masks.given import load_masks
+from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.loading import load_causal_lm, load_whole
+from qprecon.llm.pruning.method import Method
+from qprecon.llm.pruning.update import choose_mask
 from qprecon.llm.reporting.report import PruneReport
+from qprecon.page import write_page
 from tests.llm.families import build, tokens
 from tests.llm.files.test_kinds import llava
+from tests.llm.toy_text import toy_folder
 
 pytest.importorskip("compressed_tensors")
 
@@ -50,6 +58,30 @@ def skip_what_is_not_read(quantize, dtype):
         pytest.skip("read as bfloat16 only")
     if quantize == "nvfp4" and transformers.__version__.startswith("4."):
         pytest.skip("transformers 4 makes another shape of its scale")
+
+
+def test_with_sparsity_0_everything_that_is_printed_and_written_speaks_of_quantising(tmp_path, capsys):
+    toy_folder(tmp_path / "model", tmp_path / "text.txt", 400)
+    line = f"prune {tmp_path / 'model'} {tmp_path / 'out'} --calib {tmp_path / 'text.txt'} --nsamples 2 --seqlen 8 --device cpu"
+    assert cli.main([*line.split(), *"--sparsity 0 --quantize int4 --group-size 16 --mask sparsegpt".split()]) == 0
+    report = PruneReport.load(tmp_path / "out")
+    assert report.quantised_only and any("fewer calibration tokens than inputs" in note for note in report.warnings)
+    lead = re.search("<p>.*?</p>", write_page([tmp_path / "out"]).read_text(), re.DOTALL)[0]
+    card = (tmp_path / "out" / "README.md").read_text()
+    printed = capsys.readouterr()
+    assert "layers quantised to int4" in printed.out and "the quantised model" in printed.out
+    assert "# Quantised" in card and "- quantised\n" in card and "were quantised to int4" in lead
+    for text in (printed.out, printed.err, card, lead):
+        text = text.replace(str(tmp_path), "")
+        assert text and not re.search(r"prun|mask|spars|left dense", text, re.IGNORECASE), text
+
+
+def test_a_mask_that_keeps_all_is_not_chosen():
+    """No selector is asked, so that no input needs to be known."""
+    layer, method = LayerData("a", torch.ones(8, 2), None, 0), Method(mask="alps", quantize="int8")
+    selection, remark = choose_mask(layer, Pattern.parse(0), method, "no token")
+    assert selection.mask_NK.all() and selection.mask_NK.shape == (8, 2) and not remark.note
+    assert choose_mask(layer, Pattern.parse(0.5), method, "no token")[1].note == "no token"
 
 
 # Half of the weights with every grid; the other patterns with integers and floats, in groups and in rows.

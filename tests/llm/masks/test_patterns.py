@@ -121,7 +121,7 @@ def test_infinite_scores_are_kept_and_nan_refused():
     score = torch.tensor([[1.0], [float("inf")], [2.0], [float("inf")]])
     assert select_mask(score, Pattern.parse("50%")).flatten().tolist() == [False, True, False, True]
     score[0] = float("nan")
-    with pytest.raises(ValueError, match="1 of 4 scores are NaN"):
+    with pytest.raises(ValueError, match="1 of 4 scores is NaN"):
         select_mask(score, Pattern.parse("50%"))
 
 

@@ -50,6 +50,7 @@ def calls(monkeypatch):
     module = types.SimpleNamespace(**{name: counted(name) for name in emulated})
     monkeypatch.setitem(sys.modules, KERNELS, module)
     monkeypatch.setattr(bits, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(bits, "LEAST", 0)
     return count
 
 
@@ -127,6 +128,21 @@ def test_rotated_heads_lie_as_the_originals(calls, heads, batch, length, contigu
         assert calls.pop("rotate") > 2
         for mine, own in zip(found, ROTATES(q, k, cos, sin), strict=True):
             assert torch.equal(mine, own) and mine.stride() == own.stride()
+
+
+def test_few_numbers_go_the_old_way(calls, monkeypatch):
+    module, ours, usual = mlp(), rotations.Rotation(ROTATES), attention_inputs()
+    x = torch.randn(2, 3, 16).bfloat16()
+    for least, used in ((97, False), (96, True)):
+        monkeypatch.setattr(bits, "LEAST", least)
+        with torch.no_grad(), gated.fused_gates(module):
+            module(x)
+        assert bool(calls["gated"]) == used
+    for least, used in ((321, False), (320, True)):
+        monkeypatch.setattr(bits, "LEAST", least)
+        with torch.no_grad():
+            ours(*usual)
+        assert bool(calls["rotate"]) == used
 
 
 def test_unusual_rotations_go_the_old_way(calls):
@@ -304,6 +320,11 @@ def test_a_model_computes_the_same_bits_and_is_left_as_it_was(calls, family):
         calls.clear()
         model(ids)
     assert not calls
+
+
+def test_the_file_is_found_behind_decorators():
+    attention = build("llama").model.layers[0].self_attn
+    assert [place.owner is vars(llama) for place in rotations._places(attention)] == [True]
 
 
 def test_only_on_a_gpu_with_triton(calls, monkeypatch):

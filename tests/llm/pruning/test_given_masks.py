@@ -21,6 +21,26 @@ def test_a_mask_for_no_layer_is_an_error_also_where_only_some_are_pruned():
         prune_model(model, Untouched(), mask_options={"masks": wrong}, **common)
 
 
+def test_the_zeros_of_a_dense_checkpoint_are_refused_and_a_dense_layer_is_named(tmp_path):
+    model, common = build("llama"), dict(mask="given", mask_options={"masks": tmp_path}, update="none", progress=False)
+    layers = {name: m.weight.data for name, m in model.named_modules() if ".layers." in name and isinstance(m, nn.Linear)}
+    total = sum(weight.numel() for weight in layers.values())
+    for weight in layers.values():
+        weight.view(-1)[:1] = 0  # a few are zero by chance
+    model.save_pretrained(tmp_path)
+    for stated in ({}, {"sparsity": 0.5}):
+        with pytest.raises(ValueError, match=f"{tmp_path} is no pruned model: {len(layers)} of {total:,} weights in the layers"):
+            prune_model(model, Untouched(), **common, **stated)
+    report = prune_model(model, tokens(2), **common, sparsity=0)  # what was asked for
+    assert not any("prune nothing" in note for note in report.warnings)
+    for name, weight in layers.items():
+        if name != Q0:
+            weight.view(-1)[::2] = 0
+    model.save_pretrained(tmp_path)
+    report = prune_model(build("llama"), tokens(2), **common)
+    assert f"the given masks prune nothing, or hardly any (1), of 1 layer, first {Q0}" in report.warnings
+
+
 def test_masks_that_may_be_transposed():
     """A user's masks may be weight != 0, (outputs, inputs), while a dict is (inputs, outputs)."""
     model, common = build("llama"), dict(mask="given", targets=["q_proj", "up_proj"], update="none", progress=False)

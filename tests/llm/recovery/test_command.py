@@ -53,7 +53,7 @@ def test_every_option_is_an_argument_and_a_flag():
 @pytest.mark.own
 def test_it_hands_over_what_was_given(monkeypatch, capsys):
     calls = []
-    report = types.SimpleNamespace(summary=lambda: "the summary", best_step=0)
+    report = types.SimpleNamespace(summary=lambda again: "the summary", best_step=0)
     monkeypatch.setattr(qprecon.llm, "recover", lambda *a, **k: calls.append((a, k)) or report, raising=False)
     monkeypatch.setattr("qprecon.llm.settings.beforehand.check_recover", lambda *_, **__: None)
     assert cli.main(["recover", "M", "D", "O", "--quiet"]) == 0
@@ -145,7 +145,7 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(folder, tmp_path, capsys):
     assert done.stderr.splitlines() == ["qprecon: terminated; the same command goes on after the last state that was kept"]
     assert done.returncode == 143
     assert cli.main(line) == 0
-    assert "continued after step 5" in capsys.readouterr().out
+    assert "note: continued after step 5" in (printed := capsys.readouterr()).err and "note: continued" not in printed.out
 
 
 @pytest.mark.own

@@ -167,7 +167,7 @@ def test_training_stops_when_it_gains_nothing_on_itself(losses, looks, best, mon
 @pytest.mark.own
 @pytest.mark.parametrize("lr", [None, 1e-3])
 @pytest.mark.parametrize(("losses", "back_to"), [((1.0, 1.1, 1.5), 0), ((1.0, 0.9, 1.5), 1)])
-def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(lr, losses, back_to, monkeypatch):
+def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(lr, losses, back_to, monkeypatch, capsys):
     """From the best weights so far and with new moments; a rate that is asked for stays, and so do the weights."""
     model, dense = pair()
     told, rates, seen, true, move = iter(losses), [], [], steps.look, training.move
@@ -179,7 +179,9 @@ def test_the_default_rate_is_lowered_where_the_windows_held_out_get_much_worse(l
         move(optimizer, held, rate)
 
     monkeypatch.setattr(training, "move", moving)
-    report = run(model, dense, passes=4, batch=100, warmup=0.0, lr=lr)
+    report = run(model, dense, passes=4, batch=100, warmup=0.0, lr=lr, progress="json")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert "lr" not in lines[0] and [line["lr"] for line in lines[1:]] == rates
     cosine = [report.settings["lr"] * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
     assert rates == pytest.approx(cosine if lr else [*cosine[:2], *(rate / 3 for rate in cosine[2:])], rel=1e-12)
     assert sum("divided by 3 in all" in note for note in report.warnings) == (0 if lr else 1)

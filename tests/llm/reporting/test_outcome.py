@@ -61,6 +61,8 @@ def test_nothing_pruned():
     dense = row("a", zeros=0, reached_sparsity=0.0, requested_sparsity=0.0)
     assert notes(dense) == ("no weight was pruned",)
     assert notes(dense, mask="given") == ("no weight was pruned: the given masks keep all",)
+    assert notes(row("a", zeros_before=16)) == ("no weight was pruned that was not zero before",)
+    assert notes(row("a", zeros_before=16), row("b", zeros_before=15)) == ()
 
 
 def test_nothing_left():
@@ -97,6 +99,8 @@ def test_masks_of_another_pattern():
 
 def test_experts_without_tokens():
     assert notes(ROW, row("e", tokens=0)) == ("1 expert got no calibration token, first e: masked by magnitude",)
+    quantised = row("e", tokens=0, bits=4.0, requested_sparsity=0.0)
+    assert notes(quantised) == ("1 expert got no calibration token, first e",)
     assert "2 experts got" in notes(row("e", tokens=0), row("f", tokens=0))[0]
 
 
@@ -109,9 +113,13 @@ def test_masks_that_cost_nothing():
 
 def test_fewer_tokens_than_inputs():
     assert notes(ROW, row("b", tokens=3), row("c", tokens=2, n_inputs=16, zeros=32)) == (
-        "2 of 3 layers have fewer calibration tokens than inputs that they keep, at worst c (2 tokens, 8 of 16 inputs): "
-        "their weights fit this text and may not fit another; take more windows",
+        "2 of 3 layers have fewer calibration tokens than kept inputs, at worst c (2 tokens, 8 of 16 inputs): "
+        "such weights fit this text and may not fit another; take more windows",
     )
+    one = "1 of 1 layer has fewer calibration tokens than"
+    assert notes(row("b", tokens=1))[0].startswith(f"{one} kept inputs, at worst b (1 token, 4 of 8 inputs): ")
+    whole = row("b", tokens=1, bits=4.0, zeros=0, reached_sparsity=0.0, requested_sparsity=0.0)
+    assert notes(whole)[0].startswith(f"{one} inputs, at worst b (1 token, 8 inputs): ")
     low = row("b", tokens=3, bits=4.0, reached_sparsity=0.75, zeros=24)  # 4 inputs were solved for, whatever the bits made zero
     assert len(notes(low)) == 1 and notes(dataclasses.replace(low, tokens=4)) == ()
 
@@ -128,7 +136,7 @@ def test_a_backend_of_which_nothing_could_be_used():
     lost = {"backend": "theirs", "fallbacks": 4, "uncertified": 4}
     assert notes(ROW, row("b", **lost), row("c", **lost)) == (
         "backend 'theirs': none of its answers could be used, as they were not finite or no better than the weights that "
-        "columns started from; all 8 columns keep these. Take another backend",
+        "columns started from, which are kept (8 columns). Take another backend",
     )
     (note,) = notes(row("b", **lost), row("c", **{**lost, "fallbacks": 3}))  # one answer was used
     assert "2 of 2 layers have columns above" in note

@@ -181,7 +181,7 @@ def test_what_does_not_fit_the_host_is_said_before(monkeypatch):
         memory.check_host_memory(10**15 + bytes_needed, what)
 
     monkeypatch.setattr(module, "check_host_memory", small)
-    with pytest.raises(MemoryError, match=r"token weights keep .* 1 blocks, .* GB each: 1e\+06 GB, but .* are available"):
+    with pytest.raises(MemoryError, match=r"token weights keep .* 1 block, .* GB each: 1e\+06 GB, but .* are available"):
         gradients_of(build("llama"), list(tokens(2)))
 
 

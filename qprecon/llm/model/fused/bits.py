@@ -8,6 +8,7 @@ import torch
 
 SIXTEEN = (torch.bfloat16, torch.float16)
 DEVICES = ("cuda",)
+LEAST = 2**20  # numbers; with fewer, memory is not what takes the time, and a small model need not wait for a compiler
 
 
 def fit(*tensors: Any) -> bool:
@@ -17,6 +18,11 @@ def fit(*tensors: Any) -> bool:
         type(x) is torch.Tensor and x.dtype in SIXTEEN and x.device.type in DEVICES
         and (x.dtype, x.device) == (first.dtype, first.device) for x in tensors
     )  # fmt: skip
+
+
+def large(x: torch.Tensor) -> bool:
+    """Whether a kernel is worth while for so many numbers."""
+    return x.numel() >= LEAST
 
 
 def same_bits(mine: torch.Tensor, own: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from qprecon.llm.model.fused.bits import all_values, fit, same_bits
+from qprecon.llm.model.fused.bits import all_values, fit, large, same_bits
 from qprecon.llm.model.fused.swapped import Place, swapped
 
 _LAYERS = ["gate_proj", "up_proj", "down_proj"]
@@ -60,7 +60,8 @@ def _forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
-        act = None if len(given) != 1 or options or not fit(given[0]) else _activation(self)
+        plain = len(given) == 1 and not options and fit(given[0]) and large(given[0])
+        act = _activation(self) if plain else None
         if act is None:
             return original(self, *given, **options)
         (x,) = given

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qprecon.llm.model.fused.bits import fit, same_bits
+from qprecon.llm.model.fused.bits import fit, large, same_bits
 from qprecon.llm.model.fused.swapped import Place, swapped
 
 _NAME = "apply_rotary_pos_emb"
@@ -49,7 +49,7 @@ class Rotation:
         self.known: dict[tuple, bool] = {}
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        if len(given) != 4 or options or not fit(*given) or not _usual(*given):
+        if len(given) != 4 or options or not fit(*given) or not large(given[0]) or not _usual(*given):
             return self.original(*given, **options)
         q, _, cos, sin = given
         key = q.dtype, q.device, q.shape[-1]
