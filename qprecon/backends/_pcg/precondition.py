@@ -95,8 +95,8 @@ def _mixing(core_rr: Array, rank: int, noise: float) -> tuple[Array, float]:
     """Columns V with VVᵀ about the inverse of the core, for its ``rank`` largest eigenvalues, and the largest one.
 
     Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: theirs are zero. A
-    small core is taken apart by the host, as on a GPU that is a hundred kernels: by numpy, as torch with 16 threads took 6 ms for 40
-    rows.
+    small core is taken apart by the host, as on a GPU that is a hundred kernels: by numpy, as torch with 16 threads took 6 ms for
+    40 rows.
     """
     where, on_gpu = core_rr, device_type(core_rr) == "cuda"
     if on_gpu and len(core_rr) <= _HOST_CORE:
