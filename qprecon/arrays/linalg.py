@@ -74,6 +74,21 @@ def solve_lower(factor_NN: Array, b_NK: Array) -> Array:
     return _lapack().solve_triangular(factor_NN, b_NK, lower=True, check_finite=False)
 
 
+def lower_inverses(lower_Bbb: Array, leaf: int = 64) -> Array:
+    """The inverses of lower triangular matrices, torch, block by block: [[A, 0], [C, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹CA⁻¹, D⁻¹]]."""
+    torch, size = namespace(lower_Bbb), lower_Bbb.shape[1]
+    if size <= leaf or size % 2:
+        return solve_lower(lower_Bbb, identity(size, lower_Bbb))
+    half = size // 2
+    a_Bhh, c_Bhh, d_Bhh = lower_Bbb[:, :half, :half], lower_Bbb[:, half:, :half], lower_Bbb[:, half:, half:]
+    both = lower_inverses(torch.cat([a_Bhh, d_Bhh]), leaf)
+    inverse_Bbb = torch.zeros_like(lower_Bbb)
+    first, last = both[: len(lower_Bbb)], both[len(lower_Bbb) :]
+    inverse_Bbb[:, :half, :half], inverse_Bbb[:, half:, half:] = first, last
+    inverse_Bbb[:, half:, :half] = -(last @ c_Bhh @ first)
+    return inverse_Bbb
+
+
 def upper_inverse_factor(a_NN: Array) -> Array | None:
     """U, upper triangular, with UᵀU = A⁻¹, or None where A is not positive definite numerically."""
     if kind_of(a_NN) == "torch":

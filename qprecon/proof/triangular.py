@@ -17,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays.interop import Array, device_type, namespace
-from ..arrays.linalg import column_dots, identity, solve_lower
+from ..arrays.linalg import column_dots, identity, lower_inverses
 
 _FROM, _LARGE = 2048, 8192  # inputs from which products are faster, and from which blocks are larger
 BLOCKS_FROM = 2**24
 """N·K from which the inverses are worth making: at 4096 x 4096 that took an H200 about as long as they saved, 2 ms."""
-_LEAF = 64
+_PANEL_ROWS = 64
 _PANELS = 8  # of L's columns in a product with its transpose
 WORST = 1e-4
 """‖residual‖ / ‖y‖ in the norm of A⁻¹ up to which blocks are used: it is added to every bound."""
@@ -85,7 +85,7 @@ def blocks(factor_NN: Array, root_N: Array, condition: float, gamma_n: float, ga
 def transposed_norms(factor_NN: Array, d_NK: Array) -> Array:
     """‖Lᵀd‖ of every column of d, (K,), with little more than the half of a full product's operations."""
     total_K = 0.0 * d_NK[:1].sum(0)
-    step = max(_LEAF, -(-len(factor_NN) // _PANELS))
+    step = max(_PANEL_ROWS, -(-len(factor_NN) // _PANELS))
     for first in range(0, len(factor_NN), step):
         panel_BK = factor_NN[first:, first : first + step].T @ d_NK[first:]
         total_K = total_K + column_dots(panel_BK, panel_BK)
@@ -104,22 +104,6 @@ def _diagonal_blocks(factor_NN: Array, size: int) -> list[Array]:
     cuts = [slice(first, min(first + size, n)) for first in range(0, n, size)]
     whole, rest = ([cut for cut in cuts if (cut.stop - cut.start == size) is full] for full in (True, False))
     return [torch.stack([factor_NN[cut, cut] for cut in part]).tril() for part in (whole, rest) if part]
-
-
-def lower_inverses(lower_Bbb: Array) -> Array:
-    """The inverses of lower triangular matrices, block by block: [[A, 0], [C, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹CA⁻¹, D⁻¹]]."""
-    torch, size = namespace(lower_Bbb), lower_Bbb.shape[1]
-    if size <= _LEAF or size % 2:
-        near = identity(size, lower_Bbb)
-        return solve_lower(lower_Bbb, near)
-    half = size // 2
-    a_Bhh, c_Bhh, d_Bhh = lower_Bbb[:, :half, :half], lower_Bbb[:, half:, :half], lower_Bbb[:, half:, half:]
-    both = lower_inverses(torch.cat([a_Bhh, d_Bhh]))
-    inverse_Bbb = torch.zeros_like(lower_Bbb)
-    first, last = both[: len(lower_Bbb)], both[len(lower_Bbb) :]
-    inverse_Bbb[:, :half, :half], inverse_Bbb[:, half:, half:] = first, last
-    inverse_Bbb[:, half:, :half] = -(last @ c_Bhh @ first)
-    return inverse_Bbb
 
 
 def size_for(factor_NN: Array) -> int:

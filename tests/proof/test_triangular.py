@@ -5,11 +5,12 @@ import pytest
 import torch
 
 import qprecon
+from qprecon.arrays.linalg import lower_inverses
 from qprecon.proof import factor as factor
 from qprecon.proof import passes as passes
 from qprecon.proof import triangular as triangular
 from qprecon.proof.factor import certificate, gamma
-from qprecon.proof.triangular import blocks, lower_inverses
+from qprecon.proof.triangular import blocks
 
 
 def hessian(n, power, seed=0):

@@ -16,6 +16,7 @@ from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.memory import with_room
 from qprecon.llm.lowbit.adapter import keep_adapters, recall_adapters
 from qprecon.llm.masks import get_selector
+from qprecon.llm.model.fused import fused_elementwise
 from qprecon.llm.model.norms import fused_norms
 from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
 from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks, kept_scales
@@ -55,7 +56,7 @@ def prune_blocks(
             recall_adapters(source, block.name, source.model)
         return rows, None
     norms = fused_norms(source.model, source.device) if method.fused_norms else nullcontext()
-    with evaluation_mode(source.model), norms:
+    with evaluation_mode(source.model), norms, fused_elementwise(source.model, source.device):
         if get_selector(method.mask).model_level:
             with log.phase("learn masks"):
                 method = replace(method, learned_masks=_learn_masks(source, plan, method, samples, log))

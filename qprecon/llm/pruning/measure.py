@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qprecon.arrays.halves import has_fast_halves
-from qprecon.arrays.linalg import bfloat16_parts
-from qprecon.data.sums import add_wide
 from qprecon.llm.lowbit.rounding import at_host, joined_scales, relative_gap
 from qprecon.llm.masks.packed import pack
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.statistics.energy import Energy
 
 if TYPE_CHECKING:
     import qprecon
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from qprecon.llm.lowbit.rounding import Stored
     from qprecon.llm.pruning.method import Method
     from qprecon.llm.pruning.plan import LayerPlan, Part
-
-_PANEL = 8192  # columns whose products exist at a time
-
 
 @dataclass(frozen=True)
 class Seconds:
@@ -238,41 +233,18 @@ def _energies(
         new_K = energy(new_NK - dense_NK)
         masked_K = energy(dense_NK * mask_NK - dense_NK) if method.update == "own" else new_K  # otherwise they are the same
     else:
-        undamped = lambda f, d_NK: torch.as_tensor(f, device=d_NK.device) - ridge * d_NK.square().sum(0, dtype=torch.float64)  # noqa: E731
+        squares = lambda d_NK: torch.linalg.vector_norm(d_NK, dim=0).double().square()  # noqa: E731
+        undamped = lambda f, d_NK: torch.as_tensor(f, device=d_NK.device) - ridge * squares(d_NK)  # noqa: E731
         bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
         masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
         new_K = undamped(solution.objective, new_NK - dense_NK)
     values_of_the_model = method.update != "own" and method.quantize == "none" and not method.adapter_rank
-    same = stored_NK is new_NK or (solution is None and values_of_the_model)
-    return [masked_K, new_K, new_K if same else energy(stored_NK - dense_NK)]
-
-
-class Energy:
-    """diag(DᵀHD), (K,) float64, of float32 H and D.
-
-    On a GPU H and D are split into two bfloat16 halves, and the product of the low halves is left out: 2⁻¹⁶ relative to |H||D|,
-    at several times the speed of float32 products. Elsewhere the product is float32.
-    """
-
-    def __init__(self, hessian_NN: torch.Tensor):
-        self.hessian_NN = hessian_NN
-        self.halves = tuple(bfloat16_parts(hessian_NN, 2)) if has_fast_halves(hessian_NN) else None
-
-    def __call__(self, d_NK: torch.Tensor, narrow: bool = False) -> torch.Tensor:
-        """`narrow`: whether D is exact in bfloat16."""
-        panels = d_NK.split(_PANEL, dim=1)
-        per_column = [(panel * self._product(panel, narrow)).sum(0, dtype=torch.float64) for panel in panels]
-        return torch.cat(per_column).clamp(min=0)  # rounding can leave a tiny negative where the energy is 0
-
-    def _product(self, d_NK: torch.Tensor, narrow: bool) -> torch.Tensor:
-        if self.halves is None:
-            return self.hessian_NN @ d_NK
-        (high_NN, low_NN), (high_NK, low_NK) = self.halves, bfloat16_parts(d_NK, 2)
-        product_NK = torch.mm(high_NN, high_NK, out_dtype=torch.float32)
-        add_wide(product_NK, low_NN, high_NK)
-        if not narrow:
-            add_wide(product_NK, high_NN, low_NK)
-        return product_NK
+    if stored_NK is new_NK or (solution is None and values_of_the_model):
+        return [masked_K, new_K, new_K]
+    if not values_of_the_model:
+        return [masked_K, new_K, energy(stored_NK - dense_NK)]
+    both_NK = torch.add(new_NK, stored_NK).sub_(dense_NK, alpha=2)
+    return [masked_K, new_K, (new_K + energy.between(stored_NK - new_NK, both_NK)).clamp(min=0)]
 
 
 def _solver_facts(solution: qprecon.Solution | None, columns: slice, tol: float) -> dict[str, Any]:

@@ -20,15 +20,16 @@ class Embedded:
 @pytest.mark.parametrize(
     ("width", "count", "most", "together"),
     [
-        (576, 128, None, 16),  # 14.2 would keep the GPU busy
-        (640, 128, None, 16),  # 12.8
-        (2304, 128, None, 4),  # 3.6
-        (3072, 128, None, 2),  # 2.7
-        (4096, 128, None, 2),
-        (8192, 128, None, 1),
+        (576, 128, None, 16),  # 28 would keep the GPU busy
+        (640, 128, None, 16),  # 25.6
+        (1152, 128, None, 16),  # 14.2
+        (2304, 128, None, 8),  # 7.1
+        (3072, 128, None, 4),  # 5.3
+        (4096, 128, None, 4),
+        (8192, 128, None, 2),
         (640, 100, None, 10),
-        (640, 127, None, 12),  # nothing divides it
-        (640, 5, None, 12),  # fewer than go at once anyway
+        (640, 127, None, 16),  # nothing divides it
+        (640, 5, None, 16),  # fewer than go at once anyway
         (640, 128, 8, 8),
         (640, 6, 4, 3),
     ],
