@@ -166,10 +166,11 @@ def cpu_whole() -> str:
 
 
 CPU_START = """\
-`qprecon prune` works {prune:.1f} s until its first block, SmolLM2. {libraries:.1f} s of them import transformers and its module of the
-model, {torch:.1f} s of these torch alone; most of the rest is the tokenizer and the text through it. `prune --help` takes {help:.2f} s.
-Python's collector of cycles rests during the imports, as nearly all objects that they make stay. ({device}, beside other work,
-{date}; medians of {runs} runs in turn, the package compiled as pip does it; `benchmarks/models/start.py`.)"""
+`qprecon prune` works {prune:.1f} s until its first block, SmolLM2. {libraries:.1f} s of them import transformers and its
+module of the model, {torch:.1f} s of these torch alone; most of the rest is the tokenizer and the text through it.
+`prune --help` takes {help:.2f} s. Python's collector of cycles rests during the imports, as nearly all objects that they
+make stay. ({device}, beside other work, {date}; medians of {runs} runs in turn, the package compiled as pip does it;
+`benchmarks/models/start.py`.)"""
 
 
 def cpu_start() -> str:
