@@ -3,8 +3,6 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ..arrays.halves import has_fast_halves
@@ -24,17 +22,12 @@ far: see ``qprecon.problem.hessian.ENTRY``."""
 _SHORT, _SMALL = 1024, 1024
 """The same for so few inputs, which other kernels multiply: a product of 5000 rows was 2e-5 too small (an H200). With more inputs
 the sums of so short parts would take as long as the products."""
-_MASSIVE = 3.0
-"""A row is massive whose squared norm is more than so many times the mean, or with N > 4096 inputs so many times 4096/N: all of it
-in a few inputs would outweigh the other rows of a product there. Where no row is massive any order does: the rest beside a common
-factor is within ``ENTRY`` even then (tests/core/test_sums.py). Norms of a model leave rows of nearly one length."""
 
 
-def add_gram(sum_NN: Array, x_TN: Array, *, even: bool = False) -> None:
+def add_gram(sum_NN: Array, x_TN: Array) -> None:
     """Add xᵀx, in the sum's dtype, to its upper triangle or more of it; ``mirror`` makes the rest.
 
-    On a GPU rows of 16 bits are multiplied as they are where the sum is float32: such products are exact in it. even: no row is
-    massive, so that they need not be copied in the order of their norms (``order_counts``, ``uneven``).
+    On a GPU rows of 16 bits are multiplied as they are where the sum is float32: such products are exact in it.
     """
     if kind_of(sum_NN) == "numpy":
         import scipy.linalg.blas  # see linalg
@@ -45,54 +38,33 @@ def add_gram(sum_NN: Array, x_TN: Array, *, even: bool = False) -> None:
         return
     torch, wide = namespace(sum_NN), is_wide(x_TN, sum_NN)
     x_TN = x_TN if wide else x_TN.to(sum_NN.dtype)
-    pieces = _pieces(x_TN, even) if order_counts(x_TN, sum_NN) else []
+    pieces = _pieces(x_TN, len(sum_NN)) if wide else []
     for rows in _triangle(sum_NN):
         part_NN = sum_NN[rows, rows.start :]
         if wide and not pieces:
-            full = len(x_TN) // _SHORT * _SHORT
-            parts_PTN = x_TN[:full].reshape(-1, _SHORT, x_TN.shape[1])
+            even = len(x_TN) // _SHORT * _SHORT
+            parts_PTN = x_TN[:even].reshape(-1, _SHORT, x_TN.shape[1])
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN, out_dtype=torch.float32).sum(0)
-            if full < len(x_TN):
-                part_NN += torch.mm(x_TN[full:].t(), x_TN[full:], out_dtype=torch.float32)
+            if even < len(x_TN):
+                part_NN += torch.mm(x_TN[even:].t(), x_TN[even:], out_dtype=torch.float32)
         elif wide:
             for piece_TN in pieces:
                 add_wide(part_NN, piece_TN[:, rows].t(), piece_TN[:, rows.start :])
         elif (count := pieces_of(x_TN)) > 1:
-            full = len(x_TN) // count * count
-            parts_PTN = x_TN[:full].reshape(count, -1, x_TN.shape[1])
+            even = len(x_TN) // count * count
+            parts_PTN = x_TN[:even].reshape(count, -1, x_TN.shape[1])
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
-            part_NN.addmm_(x_TN[full:].t(), x_TN[full:])
+            part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
         else:
             part_NN.addmm_(x_TN[:, rows].t(), x_TN[:, rows.start :])
 
 
-def order_counts(x_TN: Array, sum_NN: Array) -> bool:
-    """Whether massive rows should come last in ``add_gram``: in 16 bits, but for the many short products of small matrices."""
-    return is_wide(x_TN, sum_NN) and (len(sum_NN) > _SMALL or len(x_TN) <= _SHORT)
-
-
-def fills_a_product(x_TN: Array) -> bool:
-    """Whether these rows are as many as one product takes, so that nothing is gained by more of them."""
-    return len(x_TN) >= _LONGEST and x_TN.shape[1] > _SMALL
-
-
-def row_norms(x_TN: Array) -> Array:
-    """‖x_t‖, (T,) float32."""
-    return namespace(x_TN).linalg.vector_norm(x_TN, dim=1, dtype=namespace(x_TN).float32)
-
-
-def uneven(norms: Sequence[Array], n_inputs: int) -> Array:
-    """Whether some row among those with these ``row_norms`` is massive, on the device. Norms that are not finite say nothing."""
-    square_T = namespace(norms[0]).cat(list(norms)).square()
-    return square_T.max() > _MASSIVE * min(1.0, _LONGEST / n_inputs) * square_T.mean()
-
-
-def _pieces(x_TN: Array, even: bool = False) -> list[Array]:
-    """The rows that each product of 16 bits takes, the longest last unless all are ``even``."""
-    if even:
-        return list(x_TN.split(_LONGEST))
-    torch, full = namespace(x_TN), len(x_TN) // _LONGEST * _LONGEST
-    norm_T, orders = row_norms(x_TN), []
+def _pieces(x_TN: Array, n_inputs: int) -> list[Array]:
+    """The rows that each product of 16 bits takes, the longest last; none where many short products are made at once."""
+    if n_inputs <= _SMALL and len(x_TN) > _SHORT:
+        return []
+    torch, full, orders = namespace(x_TN), len(x_TN) // _LONGEST * _LONGEST, []
+    norm_T = torch.linalg.vector_norm(x_TN, dim=1, dtype=torch.float32)
     if full:
         firsts_P1 = torch.arange(0, full, _LONGEST, device=x_TN.device)[:, None]
         orders.append((norm_T[:full].view(-1, _LONGEST).argsort(dim=1, stable=True) + firsts_P1).flatten())  # all at once

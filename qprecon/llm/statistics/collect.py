@@ -1,8 +1,8 @@
 """The Gram matrices of a block's linear layers, from a pass of all samples through the block.
 
-Layers that are given the very same tensor (q, k, v; gate, up) share one matrix and one product. The loop over samples waits for
-the device only at the first rows of a matrix. With a dense stream beside the pruned one, each sample goes through the block twice,
-and the drift is summed from what the same layer is given in the two passes.
+Layers that are given the very same tensor (q, k, v; gate, up) share one matrix and one product. No step of the loop over samples
+waits for the device. With a dense stream beside the pruned one, each sample goes through the block twice, and the drift is summed
+from what the same layer is given in the two passes.
 """
 
 from __future__ import annotations
@@ -47,23 +47,26 @@ def collect_grams(
     if not views and not keep_outputs:
         return BlockGrams({})
     pass_ = _Pass(block, views, inputs, index, beside, weights or {})
-    terms: dict[str, bool | None] = {"share": True, "may_stop": not keep_outputs, "even": None}
+    share, may_stop = True, not keep_outputs
     while True:
         try:
-            result = pass_.collected(keep_outputs, **terms)
+            result = pass_.collected(keep_outputs, share, may_stop)
             break
-        except _Again as again:
-            terms |= again.terms
+        except _Diverged:
+            share = False
+        except _Irregular:
+            may_stop = False
     _check_observed(views, result)
     _check_finite(pass_, result)
     return result
 
 
-class _Again(Exception):
-    """A sample was not like the ones before: all of them once more, on other terms."""
+class _Diverged(Exception):
+    """Layers that shared their input in one sample did not in another."""
 
-    def __init__(self, **terms: bool | None) -> None:
-        self.terms = terms
+
+class _Irregular(Exception):
+    """Layers were called otherwise than in the first sample of the same shape, so a sample may not end early."""
 
 
 @dataclass
@@ -77,9 +80,9 @@ class _Pass:
     beside: Beside | None
     weights: TokenWeights
 
-    def collected(self, keep_outputs: bool, share: bool, may_stop: bool, even: bool | None) -> BlockGrams:
+    def collected(self, keep_outputs: bool, share: bool, may_stop: bool) -> BlockGrams:
         whole = keep_outputs or (self.beside is not None and bool(self.beside.silent.layers))
-        accumulator = _Accumulator(self.views, share, may_stop and not whole, even, self.weights, self.beside is not None, whole)
+        accumulator = _Accumulator(self.views, share, may_stop and not whole, self.weights, self.beside is not None, whole)
         routing = Routing(self.block)
         outputs: list[torch.Tensor] = []
         beside = self.beside
@@ -102,8 +105,6 @@ class _Pass:
                 accumulator.end_sample()
             for gram in {id(gram): gram for gram in accumulator.grams.values()}.values():
                 gram.finish()
-                if gram.is_uneven():
-                    raise _Again(even=False)
         return BlockGrams(accumulator.grams, outputs if keep_outputs else None, None if returned is None else returned.kept)
 
     def run(
@@ -132,7 +133,6 @@ class _Accumulator:
     views: Sequence[LinearView]
     share: bool
     may_stop: bool
-    even: bool | None
     weights: TokenWeights
     paired: bool = False
     whole: bool = False  # whether the dense stream's block is to run to its end, too
@@ -179,7 +179,7 @@ class _Accumulator:
                 size = x.shape[-1]
                 # A buffer for each of many experts would be larger than what they are given.
                 empty_NN = torch.zeros(size, size, dtype=torch.float32, device=x.device)
-                gram = self.fresh[key] = Gram(empty_NN, batched=not view.may_be_idle, even=False if view.may_be_idle else self.even)
+                gram = self.fresh[key] = Gram(empty_NN, batched=not view.may_be_idle)
             self.grams[view.name] = gram
         if key not in gram.seen:
             gram.add(x, self._weights(view, x))
@@ -228,7 +228,7 @@ class _Accumulator:
         if self.share:
             self._check_shared()
         if self.may_stop and self.expected.setdefault(self.shape, self.order) != self.order:
-            raise _Again(may_stop=False)  # layers were called otherwise than in the first sample of the same shape
+            raise _Irregular
         if self.waiting:
             name, _ = next(iter(self.waiting))
             raise _unmatched(next(view for view in self.views if view.name == name))
@@ -244,7 +244,7 @@ class _Accumulator:
         for name, gram in self.grams.items():
             calls = self.calls.get(name, [])
             if given.setdefault(id(gram), calls) != calls:
-                raise _Again(share=False)  # layers that shared their input in one sample did not in this one
+                raise _Diverged
 
 
 def _unmatched(view: LinearView) -> ValueError:

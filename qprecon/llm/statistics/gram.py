@@ -1,7 +1,7 @@
 """Gram matrices H = Σ s_t x_t x_tᵀ of what enters a linear layer, and the drift beside them, accumulated in float32.
 
 The stacked activations never exist (the paper's Algorithm 1 and "Hessian calculation"). The products are those of
-`qprecon.data.sums`. No call waits for the device, but for a look at the first rows of a matrix on a GPU.
+`qprecon.data.sums`. No call waits for the device.
 """
 
 from __future__ import annotations
@@ -10,17 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qprecon.data.sums import (
-    MANY_ROWS,
-    add_cross,
-    add_gram,
-    fills_a_product,
-    is_wide,
-    mirror,
-    order_counts,
-    row_norms,
-    uneven,
-)
+from qprecon.data.sums import MANY_ROWS, add_cross, add_gram, is_wide, mirror
 
 BATCH_ROWS = MANY_ROWS
 HELD_ROWS = 2048  # of a sample that is held out of the drift
@@ -37,9 +27,6 @@ class Gram:
     the differences: as a difference of two Gram matrices it would be lost in their rounding. held: rows √s·(x, x' − x) of
     samples that were held out of the drift, some thousand tokens of each, to see what it explains. residual_NK: Σ s_t x_t (r'_t −
     r_t)ᵀ, (N, K), with r the residual stream that the layer's output is added to, r' the dense model's.
-
-    even: whether products take rows as they come; None: as the first rows tell. norms: of all rows that were taken so, for
-    `is_uneven`.
     """
 
     hessian_NN: torch.Tensor
@@ -53,8 +40,6 @@ class Gram:
     drift_tokens: int = 0
     residual_NK: torch.Tensor | None = None
     held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    even: bool | None = None
-    norms: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, x: torch.Tensor, weights_T: torch.Tensor | None = None) -> None:
         """Add xᵀx of x (…, N) of any floating dtype, or Σ s_t x_t x_tᵀ with `weights_T`, (T,); products and sums are float32."""
@@ -63,7 +48,7 @@ class Gram:
             x_TN = scaled_rows(x_TN, weights_T.sqrt())
         rows = x_TN.shape[0]
         self.tokens += rows
-        if not self.batched or x_TN.element_size() > 2 or 2 * rows > BATCH_ROWS or fills_a_product(x_TN):
+        if not self.batched or x_TN.element_size() > 2 or 2 * rows > BATCH_ROWS:
             self.accumulate(x_TN)
             return
         if self.buffer_TN is None:
@@ -107,18 +92,7 @@ class Gram:
 
     def accumulate(self, x_TN: torch.Tensor) -> None:
         """One product, of the upper panels only where H is large."""
-        if self.even is not False and order_counts(x_TN, self.hessian_NN):
-            norm_T = row_norms(x_TN)
-            if self.even is None:
-                self.even = not bool(uneven([norm_T], x_TN.shape[1]))
-            if self.even:
-                self.norms.append(norm_T)
-        add_gram(self.hessian_NN, x_TN, even=bool(self.even))
-
-    def is_uneven(self) -> bool:
-        """Whether the first rows misled: a later one was massive, and its product lost more than it should. To be asked once."""
-        norms, self.norms = self.norms, []
-        return bool(norms) and bool(uneven(norms, len(self.hessian_NN)))
+        add_gram(self.hessian_NN, x_TN)
 
     def finish(self) -> None:
         """Add what is buffered, and fill the lower triangle."""

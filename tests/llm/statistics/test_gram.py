@@ -198,59 +198,6 @@ def test_batches_of_rows_and_panels_of_the_upper_triangle(dtype, monkeypatch):
     assert torch.equal(matrix.hessian_NN[:2, 2:], matrix.hessian_NN[2:, :2].T)
 
 
-@pytest.fixture
-def sixteen_bits(monkeypatch):
-    """Rows of 16 bits as a GPU takes them, with the products themselves in float32; what each product is given."""
-    taken = []
-
-    def add(sum_NN, left_NT, right_TN):
-        taken.append(right_TN.float())
-        sum_NN += left_NT.float() @ right_TN.float()
-
-    monkeypatch.setattr(sums, "is_wide", lambda x_TN, sum_NN: True)
-    monkeypatch.setattr(sums, "add_wide", add)
-    monkeypatch.setattr(sums, "_SMALL", 0)
-    monkeypatch.setattr(sums, "_LONGEST", 8)
-    return taken
-
-
-def even_rows(samples=4, rows=8, n=16):
-    hidden = torch.randn(samples, 1, rows, n, generator=torch.Generator().manual_seed(0))
-    return (hidden / hidden.norm(dim=-1, keepdim=True)).bfloat16()
-
-
-@pytest.mark.own
-@pytest.mark.parametrize(
-    "massive, products, in_order",
-    [(None, 4, False), (0, 4, True), (2, 4 + 4, True)],
-    ids=["none: rows as they come", "the first rows tell", "a later one: all again"],
-)
-def test_massive_rows_come_last_in_a_product(sixteen_bits, massive, products, in_order):
-    hidden, block = even_rows(), nn.Sequential(nn.Linear(16, 4, bias=False)).bfloat16()
-    if massive is not None:
-        hidden[massive, 0, 3] *= 1000
-    cpu = torch.device("cpu")
-    inputs = BlockInputs(list(hidden), [[Call((), {}, None)] * 4], cpu, cpu, [f"sample {s}" for s in range(4)])
-    (view,) = find_linears(Block("block", block)).views
-    matrix = collect_grams(block, [view], inputs, 0).hessian(view)
-    assert len(sixteen_bits) == products
-    for given, rows in zip(sixteen_bits[-4:], hidden, strict=True):
-        norms = given.norm(dim=1)
-        assert bool((norms.diff() >= 0).all()) == in_order
-        assert torch.equal(given.sort(0).values, rows[0].float().sort(0).values)
-    torch.testing.assert_close(matrix.double(), square(hidden), rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.own
-def test_sixteen_bits_are_copied_only_to_fill_a_product(sixteen_bits):
-    matrix = Gram(torch.zeros(16, 16), batched=True)
-    for rows in even_rows(rows=8):
-        matrix.add(rows)
-    assert matrix.buffer_TN is None and [len(given) for given in sixteen_bits] == [8] * 4
-    matrix.add(even_rows(1, rows=3)[0])
-    assert matrix.filled == 3
-
-
 @pytest.mark.own
 def test_one_nan_token_names_layer_and_sample():
     model = build("llama")
