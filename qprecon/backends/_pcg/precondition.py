@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -158,11 +159,22 @@ class Pairs:
 
     @staticmethod
     def of(rank: int, near: Array) -> Pairs:
-        """On the device of ``near``, to which they are brought once for all columns."""
-        rows, cols = np.triu_indices(rank)
-        place = np.zeros((rank, rank), dtype=np.int64)
-        place[rows, cols] = place[cols, rows] = np.arange(len(rows))
-        return Pairs(*(like(index, near) for index in (rows, cols, place.reshape(-1))))
+        """On the device of ``near``."""
+        return _pairs_on(rank, None if kind_of(near) == "numpy" else near.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _pairs_on(rank: int, device: Any) -> Pairs:
+    """Kept for the next matrix: the copies to a GPU take it as long as a small layer's factor. device: None stands for numpy."""
+    rows, cols = np.triu_indices(rank)
+    place = np.zeros((rank, rank), dtype=np.int64)
+    place[rows, cols] = place[cols, rows] = np.arange(len(rows))
+    found = rows, cols, place.reshape(-1)
+    if device is None:
+        return Pairs(*found)
+    import torch
+
+    return Pairs(*(torch.from_numpy(index).to(device) for index in found))
 
 
 def _pair_products(root_Nr: Array, pairs: Pairs, mask_NK: Array) -> Array:
