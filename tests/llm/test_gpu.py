@@ -5,7 +5,6 @@ import torch
 
 from qprecon.llm import prune_model
 from qprecon.llm.model.loading import load_causal_lm
-from qprecon.llm.statistics.energy import Energy
 from qprecon.llm.statistics.gram import Gram
 from tests.llm.families import build, tokens
 
@@ -56,31 +55,6 @@ def test_from_disk_to_disk(arguments, tmp_path):
     assert report.settings["streamed"] and report.settings["store"].startswith(arguments.get("store", "cuda"))
     loaded, _ = load_causal_lm(tmp_path / "out", device="cpu", dtype="auto")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
-def test_energies_from_split_halves():
-    torch.manual_seed(0)
-    x = torch.randn(4096, 512, device="cuda") * torch.logspace(-2, 2, 512, device="cuda")
-    hessian, d = x.T @ x, torch.randn(512, 96, device="cuda")
-    d -= 0.999 * d.mean(0)
-    expected = (d.double() * (hessian.double() @ d.double())).sum(0)
-    torch.testing.assert_close(Energy(hessian)(d), expected, rtol=1e-4, atol=0)
-    narrow = d.bfloat16().float()
-    expected = (narrow.double() * (hessian.double() @ narrow.double())).sum(0)
-    torch.testing.assert_close(Energy(hessian)(narrow, narrow=True), expected, rtol=1e-4, atol=0)
-
-
-def test_what_rounding_adds_to_an_energy():
-    """A small change, to some thousandths of it."""
-    torch.manual_seed(0)
-    x = torch.randn(4096, 512, device="cuda") * torch.logspace(-2, 2, 512, device="cuda")
-    hessian, new = x.T @ x, torch.randn(512, 96, device="cuda")
-    stored = new.bfloat16().float()
-    energy = lambda d: (d.double() * (hessian.double() @ d.double())).sum(0)  # noqa: E731
-    added = energy(stored) - energy(new)
-    found = Energy(hessian).between(stored - new, stored + new)
-    assert float((found - added).abs().max() / added.abs().max()) <= 0.02
-    assert float(((energy(new) + found) / energy(stored) - 1).abs().max()) <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -114,13 +114,9 @@ def draft_rows(
 ) -> list[Draft]:
     """A draft for each part of a group. stored_NK: what its layers hold, (N, K); zeros_before: a number each."""
     mask_NK, solution, stored = rebuilt.mask_NK, rebuilt.solution, rebuilt.stored
-    energy = Energy(prepared.hessian.hessian_NN)
-    narrow = all(part.view.dtype == torch.bfloat16 for part in parts)
-    figures = [energy(rebuilt.asked_NK, narrow), *_energies(energy, prepared.ridge, rebuilt, stored_NK, method)]
-    if adapted := rebuilt.asked_NK is not rebuilt.dense_NK:
-        figures[1] = energy(rebuilt.asked_NK * ~mask_NK)
-    figures += [(stored_NK == 0).sum(0), mask_NK.sum(0), stored_NK.isfinite().all(0)]
-    figures_7K = torch.stack([row.double() for row in figures])
+    adapted = rebuilt.asked_NK is not rebuilt.dense_NK
+    narrow = all(part.view.dtype == torch.bfloat16 for part in parts) and not adapted
+    figures_7K = _figures(Energy(prepared.hessian.hessian_NN), prepared.ridge, rebuilt, stored_NK, method, narrow)
     drafts, first = [], 0
     for part, remark, before in zip(parts, remarks, zeros_before, strict=True):
         columns = slice(first, first := first + part.width)
@@ -221,30 +217,36 @@ def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
     return replace(row, **facts, stored_gap=costs and relative_gap(*costs))
 
 
-def _energies(
-    energy: Energy, ridge: float, rebuilt: Rebuilt, stored_NK: torch.Tensor, method: Method
-) -> list[torch.Tensor]:
-    """Per column tr(DᵀHD) of the masked, the new and the stored weights, (K,), undamped; a product only where one is needed.
+def _figures(
+    energy: Energy, ridge: float, rebuilt: Rebuilt, stored_NK: torch.Tensor, method: Method, narrow: bool
+) -> torch.Tensor:
+    """Per column, (7, K): tr(DᵀHD) of the dense, the masked, the new and the stored weights, undamped; zeros, kept, finite.
 
-    The solver's objectives are float64 and of the damped problem, DᵀHD + λ‖D‖², so that they give the first two without any.
+    The solver's objectives are float64 and of the damped problem, DᵀHD + λ‖D‖², so that no product is needed for theirs. narrow:
+    whether the dense weights are exact in bfloat16.
     """
     dense_NK, mask_NK, new_NK, solution = rebuilt.dense_NK, rebuilt.mask_NK, rebuilt.new_NK, rebuilt.solution
+    values_of_the_model = method.update != "own" and method.quantize == "none" and not method.adapter_rank
+    unchanged = stored_NK is new_NK or (solution is None and values_of_the_model)
+    changed = values_of_the_model and not unchanged
+    sums = energy.sums(dense_NK, mask_NK, new_NK, stored_NK, narrow=narrow, changed=changed)
+    dense_K, added_K, pruned_K, moved_K, zeros_K, kept_K, finite_K = sums
     if solution is None:
         new_K = energy(new_NK - dense_NK)
         masked_K = energy(dense_NK * mask_NK - dense_NK) if method.update == "own" else new_K  # otherwise they are the same
     else:
-        squares = lambda d_NK: torch.linalg.vector_norm(d_NK, dim=0).double().square()  # noqa: E731
-        undamped = lambda f, d_NK: torch.as_tensor(f, device=d_NK.device) - ridge * squares(d_NK)  # noqa: E731
+        undamped = lambda f, square_K: torch.as_tensor(f, device=square_K.device) - ridge * square_K  # noqa: E731
         bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
-        masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, dense_NK * ~mask_NK)
-        new_K = undamped(solution.objective, new_NK - dense_NK)
-    values_of_the_model = method.update != "own" and method.quantize == "none" and not method.adapter_rank
-    if stored_NK is new_NK or (solution is None and values_of_the_model):
-        return [masked_K, new_K, new_K]
-    if not values_of_the_model:
-        return [masked_K, new_K, energy(stored_NK - dense_NK)]
-    both_NK = torch.add(new_NK, stored_NK).sub_(dense_NK, alpha=2)
-    return [masked_K, new_K, (new_K + energy.between(stored_NK - new_NK, both_NK)).clamp(min=0)]
+        masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, pruned_K)
+        new_K = undamped(solution.objective, moved_K)
+    if unchanged:
+        stored_K = new_K
+    else:
+        stored_K = (new_K + added_K).clamp(min=0) if changed else energy(stored_NK - dense_NK)
+    if rebuilt.asked_NK is not dense_NK:  # beside adapters, which make up for the rest
+        dense_K, masked_K = energy(rebuilt.asked_NK), energy(rebuilt.asked_NK * ~mask_NK)
+    rows = (dense_K.clamp(min=0), masked_K, new_K, stored_K, zeros_K, kept_K, finite_K == len(stored_NK))
+    return torch.stack([row.double() for row in rows])
 
 
 def _solver_facts(solution: qprecon.Solution | None, columns: slice, tol: float) -> dict[str, Any]:

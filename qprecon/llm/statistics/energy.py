@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qprecon.arrays.halves import has_fast_halves
+from qprecon.arrays.interop import TRITON
 from qprecon.arrays.linalg import bfloat16_parts
 from qprecon.data.sums import add_wide
 
@@ -28,11 +29,23 @@ class Energy:
         per_column = [_column_sums(self._product(panel, narrow), panel) for panel in panels]
         return torch.cat(per_column).clamp(min=0)  # rounding can leave a tiny negative where the energy is 0
 
-    def between(self, d_NK: torch.Tensor, e_NK: torch.Tensor) -> torch.Tensor:
-        """diag(DᵀHE), (K,) float64; on a GPU to 2⁻⁸ of |D|ᵀ|H||E|, from the high halves. With D = B − A and E = A + B this is what
-        B's energy is above A's: a small D makes it far more exact than the energy of B would be."""
-        panels = zip(d_NK.split(_PANEL, dim=1), e_NK.split(_PANEL, dim=1), strict=True)
-        return torch.cat([_column_sums(self._rough_product(d), e) for d, e in panels])
+    def sums(
+        self, dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor, *, narrow: bool,
+        changed: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """What a report wants of each column, (7, K) float64: the energy of the dense weights; what stored weights cost above new
+        ones, 0 unless `changed`; ‖pruned weights‖²; ‖new − dense‖²; how many stored weights are zero, how many are kept, how many
+        stored are finite. narrow: whether the dense weights are exact in bfloat16.
+
+        The second is dᵀH(new + stored − 2 dense) with d = stored − new: on a GPU to 2⁻⁸ of itself, from the high halves. As d is
+        small, the stored weights' own energy is far more exact so than as a product of its own.
+        """
+        parts = []
+        for columns in (slice(first, first + _PANEL) for first in range(0, max(dense_NK.shape[1], 1), _PANEL)):
+            dense, mask, new, stored = (x_NK[:, columns] for x_NK in (dense_NK, mask_NK, new_NK, stored_NK))
+            products = self._product(dense, narrow), self._product_of_change(stored, new) if changed else None
+            parts.append(_sums(dense, mask, new, stored, *products))
+        return torch.cat(parts, 1)
 
     def _product(self, d_NK: torch.Tensor, narrow: bool) -> torch.Tensor:
         if self.halves is None:
@@ -45,12 +58,30 @@ class Energy:
             add_wide(product_NK, high_NN, low_NK)
         return product_NK
 
-    def _rough_product(self, d_NK: torch.Tensor) -> torch.Tensor:
+    def _product_of_change(self, stored_NK: torch.Tensor, new_NK: torch.Tensor) -> torch.Tensor:
         if self.halves is None:
-            return self.hessian_NN @ d_NK
-        return torch.mm(self.halves[0], d_NK.bfloat16(), out_dtype=torch.float32)
+            return self.hessian_NN @ (stored_NK - new_NK)
+        narrow_NK = torch.empty(new_NK.shape, dtype=torch.bfloat16, device=new_NK.device)
+        return torch.mm(self.halves[0], torch.sub(stored_NK, new_NK, out=narrow_NK), out_dtype=torch.float32)
 
 
 def _column_sums(product_NK: torch.Tensor, other_NK: torch.Tensor) -> torch.Tensor:
     """The inner products of columns, (K,) float64; the first matrix is used up."""
     return product_NK.mul_(other_NK).sum(0, dtype=torch.float64)
+
+
+def _sums(
+    dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor, of_dense_NK: torch.Tensor,
+    of_change_NK: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """`Energy.sums` of some columns from the products of H with the dense weights and with the change."""
+    if TRITON and dense_NK.is_cuda and dense_NK.numel():
+        from qprecon.llm.statistics.energy_kernel import column_sums
+
+        return column_sums(dense_NK, mask_NK, new_NK, stored_NK, of_dense_NK, of_change_NK)
+    energy_K = _column_sums(of_dense_NK, dense_NK)
+    both_NK = None if of_change_NK is None else torch.add(new_NK, stored_NK).sub_(dense_NK, alpha=2)
+    added_K = torch.zeros_like(energy_K) if both_NK is None else _column_sums(of_change_NK, both_NK)
+    squares = [torch.linalg.vector_norm(x_NK, dim=0).square() for x_NK in (dense_NK * ~mask_NK, new_NK - dense_NK)]
+    counts = [x_NK.sum(0) for x_NK in (stored_NK == 0, mask_NK, stored_NK.isfinite())]
+    return torch.stack([row.double() for row in (energy_K, added_K, *squares, *counts)])

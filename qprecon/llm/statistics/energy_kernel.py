@@ -1,0 +1,67 @@
+"""All sums over columns that a report wants of a layer, in one pass over its matrices on a GPU; float64, in a fixed order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS, _COLS, _STEPS = 32, 64, 8  # a tile, and tiles that one program goes down at most
+_BUSY = 1056  # programs from which on a GPU is busy
+SUMS = 7
+
+
+@triton.jit(do_not_specialize=["n", "steps"])  # else compiled anew where one is 1, or divisible by 16
+def _column_sums(
+    dense_ptr, mask_ptr, new_ptr, stored_ptr, of_dense_ptr, of_change_ptr, out_ptr, n, k, dense_row, dense_col, mask_row, mask_col,
+    new_row, new_col, stored_row, stored_col, steps, CHANGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
+    energy, added = tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64)
+    pruned, moved = tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64)
+    zeros, kept, finite = tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64)
+    for step in range(steps):
+        rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (rows < n) & (cols < k)
+        dense = tl.load(dense_ptr + rows * dense_row + cols * dense_col, inside, 0.0).to(tl.float64)
+        new = tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
+        stored = tl.load(stored_ptr + rows * stored_row + cols * stored_col, inside, 1.0)
+        mask = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 1) != 0
+        energy += tl.sum(dense * tl.load(of_dense_ptr + rows * k + cols, inside, 0.0).to(tl.float64), 0)[None, :]
+        if CHANGED:
+            both = tl.where(inside, (new - dense) + (stored.to(tl.float64) - dense), 0.0)
+            added += tl.sum(both * tl.load(of_change_ptr + rows * k + cols, inside, 0.0).to(tl.float64), 0)[None, :]
+        lost = tl.where(mask, 0.0, dense)
+        pruned += tl.sum(lost * lost, 0)[None, :]
+        moved += tl.sum((new - dense) * (new - dense), 0)[None, :]
+        zeros += tl.sum((stored == 0.0).to(tl.float64), 0)[None, :]
+        kept += tl.sum((mask & inside).to(tl.float64), 0)[None, :]
+        finite += tl.sum((inside & (tl.abs(stored) < float("inf"))).to(tl.float64), 0)[None, :]
+    to, apart = out_ptr + tl.program_id(0) * k + cols, tl.num_programs(0).to(tl.int64) * k
+    tl.store(to, energy, cols < k)
+    tl.store(to + apart, added, cols < k)
+    tl.store(to + 2 * apart, pruned, cols < k)
+    tl.store(to + 3 * apart, moved, cols < k)
+    tl.store(to + 4 * apart, zeros, cols < k)
+    tl.store(to + 5 * apart, kept, cols < k)
+    tl.store(to + 6 * apart, finite, cols < k)
+
+
+def column_sums(
+    dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor, of_dense_NK: torch.Tensor,
+    of_change_NK: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Of each column, (7, K) float64: denseᵀ(H·dense), (new + stored − 2 dense)ᵀ(H·change) or 0, ‖pruned weights‖², ‖new − dense‖²,
+    how many stored weights are zero, how many are kept, and how many stored weights are finite. The products in C order."""
+    n, k = dense_NK.shape
+    tiles, across = triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS)
+    steps = max(1, min(_STEPS, tiles * across // _BUSY))
+    parts = triton.cdiv(tiles, steps)
+    out_7PK = torch.empty(SUMS, parts, k, dtype=torch.float64, device=dense_NK.device)
+    changed = of_change_NK is not None
+    with torch.cuda.device(dense_NK.device):
+        _column_sums[(parts, across)](
+            dense_NK, mask_NK, new_NK, stored_NK, of_dense_NK, of_change_NK if changed else of_dense_NK, out_7PK, n, k,
+            *dense_NK.stride(), *mask_NK.stride(), *new_NK.stride(), *stored_NK.stride(), steps, changed, _ROWS, _COLS,
+        )  # fmt: skip
+    return out_7PK.sum(1)
