@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .interop import Array, namespace
+from .interop import TRITON, Array, dtype_name, namespace
 
 _LARGEST = 14  # the binary exponent of the largest entry
 _LEAF = 1024  # inputs up to which LAPACK or cuSOLVER inverts
@@ -47,8 +47,12 @@ class Halves:
 def unit_of(x: Array, dim: int | None = None) -> Array:
     """The power of two by which x is divided before it is halved, or one along ``dim``; nothing waits for the device."""
     torch = namespace(x)
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=dim, keepdim=dim is not None).clamp_min(2.0**-100)
-    return largest / torch.frexp(largest).mantissa * 2.0**-_LARGEST
+    return _unit(torch.linalg.vector_norm(x, torch.inf, dim=dim, keepdim=dim is not None))
+
+
+def _unit(largest: Array) -> Array:
+    largest = largest.clamp_min(2.0**-100)
+    return largest / namespace(largest).frexp(largest).mantissa * 2.0**-_LARGEST
 
 
 def multiply(left: Halves, right: Halves) -> Array:
@@ -68,6 +72,12 @@ class Multiplier:
             self._matrix_NN = matrix_NN
             return
         torch, self._unit = namespace(matrix_NN), unit_of(matrix_NN)
+        self._ones_N = torch.ones(n, dtype=matrix_NN.dtype, device=matrix_NN.device)
+        if _in_kernels(matrix_NN):
+            from .kernels import split_rows
+
+            self._rows_N3N = split_rows(matrix_NN, self._unit.repeat(m), self._ones_N)
+            return
         matrix_NN.div_(self._unit)
         self._rows_N3N = rows_N3N = torch.empty(m, 3 * n, dtype=torch.float16, device=matrix_NN.device)
         rows_N3N[:, :n] = matrix_NN
@@ -91,6 +101,10 @@ class Multiplier:
     def _scaled(self, p_NK: Array) -> tuple[Array, Array]:
         torch, (n, k) = namespace(p_NK), p_NK.shape
         unit = unit_of(p_NK)
+        if _in_kernels(p_NK):
+            from .kernels import split_columns
+
+            return _wide(self._rows_N3N, split_columns(p_NK, self._ones_N, unit.repeat(k))), self._unit * unit
         scaled_NK = p_NK / unit
         columns_3NK = torch.empty(3 * n, k, dtype=torch.float16, device=p_NK.device)
         columns_3NK[:n] = scaled_NK
@@ -104,21 +118,49 @@ def symmetric_product(matrix_NN: Array, root_N: Array, x_NK: Array) -> Array:
 
     Its error stays below 4e-6 of root_i Σ root_j |x_j|. A row panel of A at a time, so that no halves of all of it exist.
     """
-    torch, n = namespace(x_NK), len(x_NK)
-    root_N1 = root_N.to(x_NK.dtype)[:, None]
-    wide_NK = x_NK * root_N1
-    unit_1K = unit_of(wide_NK, 0)  # a column has its own: small ones keep their digits
-    high_NK = wide_NK.div_(unit_1K).half()
-    columns_3NK, out_NK = torch.cat((high_NK, high_NK, wide_NK.sub_(high_NK).half())), torch.empty_like(x_NK)
-    unit_1K = unit_1K * 2.0**-_LARGEST
-    for first in range(0, n, _PANEL_ROWS):
+    torch, root_N = namespace(x_NK), root_N.to(x_NK.dtype).contiguous()
+    columns_3NK, unit_1K = _split_columns(x_NK, root_N)
+    scale_N, unit_1K, out_NK = 2.0**_LARGEST / root_N, unit_1K * 2.0**-_LARGEST, torch.empty_like(x_NK)
+    for first in range(0, len(x_NK), _PANEL_ROWS):
         rows = slice(first, first + _PANEL_ROWS)
-        scaled = matrix_NN[rows] / root_N1[rows]
-        scaled.mul_(2.0**_LARGEST / root_N1.T)
-        high = scaled.half()
-        low = scaled.sub_(high).half()
-        out_NK[rows] = _wide(torch.cat((high, low, high), 1), columns_3NK).mul_(root_N1[rows]).mul_(unit_1K)
+        product_RK = _wide(_split_rows(matrix_NN[rows], root_N[rows], scale_N), columns_3NK)
+        if _in_kernels(product_RK):
+            from .kernels import rescale
+
+            rescale(product_RK, root_N[rows], unit_1K, out_NK[rows])
+        else:
+            out_NK[rows] = product_RK.mul_(root_N[rows, None]).mul_(unit_1K)
     return out_NK
+
+
+def _split_rows(matrix_RN: Array, root_R: Array, scale_N: Array) -> Array:
+    """[high | low | high] of A_ij / root_i · scale_j, (R, 3N) float16."""
+    if _in_kernels(matrix_RN):
+        from .kernels import split_rows
+
+        return split_rows(matrix_RN, root_R, scale_N)
+    scaled = matrix_RN / root_R[:, None]
+    scaled.mul_(scale_N)
+    high = scaled.half()
+    return namespace(high).cat((high, scaled.sub_(high).half(), high), 1)
+
+
+def _split_columns(x_NK: Array, root_N: Array) -> tuple[Array, Array]:
+    """[high; high; low] of x_ij · root_i / unit_j, (3N, K) float16, and the units, (1, K): small columns keep their digits."""
+    if _in_kernels(x_NK):
+        from .kernels import largest, split_columns
+
+        unit_1K = _unit(largest(x_NK, root_N))
+        return split_columns(x_NK, root_N, unit_1K), unit_1K
+    wide_NK = x_NK * root_N[:, None]
+    unit_1K = unit_of(wide_NK, 0)
+    high_NK = wide_NK.div_(unit_1K).half()
+    return namespace(x_NK).cat((high_NK, high_NK, wide_NK.sub_(high_NK).half())), unit_1K
+
+
+def _in_kernels(x: Array) -> bool:
+    """Whether ``kernels`` does what torch's operations do one after another."""
+    return TRITON and x.is_cuda and x.numel() > 0 and dtype_name(x) == "float32"
 
 
 def inverse(matrix_NN: Array) -> Array:

@@ -1,6 +1,9 @@
 """Products and inverses from float16 halves: their accuracy, on a CPU by the same arithmetic with float32 sums, and on a GPU."""
 
+import collections
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -170,3 +173,147 @@ def test_whether_a_matrix_has_a_factor(device, n):
     assert not halves.is_definite(worse_NN, 0.9 * float(-least)) and halves.is_definite(worse_NN, 1.2 * float(-least))
     worse_NN[0, 1] = worse_NN[1, 0] = torch.nan
     assert not halves.is_definite(worse_NN, 1.0)
+
+
+def same_bits(a, b):
+    """Whether both are the same to the sign of zeros; of what is no number only that it is none."""
+    kind = {torch.float16: torch.int16, torch.float32: torch.int32}[a.dtype]
+    same = a.contiguous().view(kind) == b.contiguous().view(kind) if a.dtype == b.dtype and a.shape == b.shape else a.new_zeros(1)
+    return bool((same | (a.isnan() & b.isnan())).all())
+
+
+def awkward(n, k, device, layout="rows"):
+    """A matrix with its roots, and columns: sizes far apart, zeros of both signs, subnormal numbers, and what is beyond float16."""
+    generator = torch.Generator().manual_seed(n)
+    size_N = torch.exp(3 * torch.randn(n, generator=generator))
+    h_NN = torch.randn(n, n, generator=generator) * size_N[:, None] * size_N
+    x_NK = torch.randn(n, k, generator=generator) / size_N[:, None] * torch.logspace(-8, 8, k)
+    root_N = (3 * size_N.double() + 1e-9).to(device)
+    for row, factor in enumerate((0.0, -0.0, 1e-42, 1e30)):
+        h_NN[row] *= factor
+    x_NK[::3] *= -0.0
+    for column, factor in enumerate((0.0, 1e-42, 1e-38, -1e-30, 1e20)):
+        x_NK[:, column] *= factor
+    x_NK[1, 5], x_NK[1, 6], x_NK[1, 7] = torch.inf, torch.nan, -torch.inf
+    h_NN, x_NK = h_NN.to(device), x_NK.to(device)
+    if layout == "columns":
+        h_NN, x_NK = h_NN.T.contiguous().T, x_NK.T.contiguous().T
+    if layout == "part":
+        h_NN, x_NK = (torch.nn.functional.pad(x, (3, 2))[:, 3:-2] for x in (h_NN, x_NK))
+    return h_NN, root_N, x_NK
+
+
+def in_both_ways(monkeypatch, call):
+    """What ``call`` gives by torch's operations, and by kernels."""
+    for answer in (lambda x: False, lambda x: x.numel() > 0):
+        monkeypatch.setattr(halves, "_in_kernels", answer)
+        yield call()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each kernel is called. Their docstrings, by torch, stand in for them."""
+    count = collections.Counter()
+
+    def split_rows(x, root, scale):
+        scaled = x / root[:, None] * scale
+        return torch.cat((scaled.half(), (scaled - scaled.half().float()).half(), scaled.half()), 1)
+
+    def split_columns(x, root, unit):
+        scaled = x * root[:, None] / unit
+        return torch.cat((scaled.half(), scaled.half(), (scaled - scaled.half().float()).half()))
+
+    def largest(x, root):
+        return (x * root[:, None]).abs().nan_to_num(torch.inf, torch.inf).amax(0, keepdim=True)
+
+    def rescale(x, root, unit, out):
+        out.copy_(x * root[:, None] * unit)
+
+    def counted(function):
+        def call(*given):
+            assert all(x.is_contiguous() for x in given if x.dim() == 1), "vectors are read as they lie"
+            count[function.__name__] += 1
+            return function(*given)
+
+        return call
+
+    names = {function.__name__: counted(function) for function in (split_rows, split_columns, largest, rescale)}
+    monkeypatch.setitem(sys.modules, "qprecon.arrays.kernels", types.SimpleNamespace(**names))
+    return count
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "part"])
+def test_what_kernels_are_given(calls, layout, monkeypatch):
+    monkeypatch.setattr(halves, "_PANEL_ROWS", 100)
+    h_NN, root_N, x_NK = awkward(250, 33, "cpu", layout)
+    for root in (root_N, root_N.float().repeat_interleave(2)[::2]):
+        assert same_bits(*in_both_ways(monkeypatch, lambda root=root: halves.symmetric_product(h_NN, root, x_NK)))
+    assert calls == {"split_rows": 6, "rescale": 6, "largest": 2, "split_columns": 2}
+
+
+def by_a_multiplier(matrix, x):
+    total, multiplier = torch.ones(len(matrix), x.shape[1], device=x.device), halves.Multiplier(matrix.clone())
+    multiplier.add_to(total, x)
+    return torch.cat((multiplier(x), total))
+
+
+def test_what_a_multiplier_gives_kernels(calls, monkeypatch):
+    a, b = of_all_sizes("cpu", 50, 30), of_all_sizes("cpu", 30, 7, seed=1)
+    assert same_bits(*in_both_ways(monkeypatch, lambda: by_a_multiplier(a, b)))
+    assert calls == {"split_rows": 1, "split_columns": 2}
+
+
+def test_kernels_only_for_float32_on_a_gpu_with_triton(monkeypatch):
+    def like(shape=(3, 2), dtype=torch.float32, is_cuda=True):
+        return types.SimpleNamespace(is_cuda=is_cuda, dtype=dtype, numel=lambda: math.prod(shape))
+
+    monkeypatch.setattr(halves, "TRITON", True)
+    assert halves._in_kernels(like())
+    assert not any(map(halves._in_kernels, (like((0, 2)), like(dtype=torch.float64), like(is_cuda=False), torch.ones(3, 2))))
+    monkeypatch.setattr(halves, "TRITON", False)
+    assert not halves._in_kernels(like())
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize(("n", "k"), [(4097, 33), (1000, 64), (17, 300), (2048, 4096)])
+@pytest.mark.parametrize("layout", ["rows", "columns", "part"])
+class TestKernels:
+    def test_halves(self, device, n, k, layout, monkeypatch):
+        h_NN, root_N, x_NK = awkward(n, k, device, layout)
+        root_N = root_N.float()
+        for rows in (slice(None), slice(n // 3, n), slice(2, 3)):
+            made = in_both_ways(monkeypatch, lambda rows=rows: halves._split_rows(h_NN[rows], root_N[rows], 2.0**14 / root_N))
+            assert same_bits(*made)
+        (columns, units), (columns_2, units_2) = in_both_ways(monkeypatch, lambda: halves._split_columns(x_NK, root_N))
+        assert same_bits(units, units_2) and same_bits(columns, columns_2)
+
+    @pytest.mark.parametrize("panel", [256, 4096])
+    def test_products(self, device, n, k, layout, panel, monkeypatch):
+        monkeypatch.setattr(halves, "_PANEL_ROWS", panel)
+        h_NN, root_N, x_NK = awkward(n, k, device, layout)
+        assert same_bits(*in_both_ways(monkeypatch, lambda: halves.symmetric_product(h_NN, root_N, x_NK)))
+
+    def test_a_multiplier(self, device, n, k, layout, monkeypatch):
+        h_NN, _, x_NK = awkward(n, k, device, layout)
+        h_RN, x_NK = h_NN[4:], x_NK[:, 8:]  # of the first ones one number would leave no digits to all others
+        x_NK /= x_NK.abs().amax(0)
+        assert same_bits(*in_both_ways(monkeypatch, lambda: by_a_multiplier(h_RN, x_NK)))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+def test_halves_beyond_the_numbers_of_32_bits(device, monkeypatch):
+    """2³¹ entries and more of the halves of rows, and of columns."""
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("24 GB of memory are needed")
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(27_000, 27_000, generator=generator, device=device)
+    root = torch.rand(27_000, generator=generator, device=device) + 0.5
+    monkeypatch.setattr(halves, "_in_kernels", lambda x: True)
+    rows, (columns, units) = halves._split_rows(x, root, 1 / root), halves._split_columns(x, root)
+    monkeypatch.setattr(halves, "_in_kernels", lambda x: False)
+    assert rows.numel() > 2**31 and torch.equal(units, halves.unit_of(x * root[:, None], 0))
+    for part in (slice(0, 500), slice(26_500, 27_000)):
+        assert same_bits(rows[part], halves._split_rows(x[part], root[part], 1 / root))
+        wide = x[part] * root[part, None] / units
+        assert same_bits(columns[part], wide.half()) and same_bits(columns[27_000:][part], wide.half())
+        assert same_bits(columns[54_000:][part], (wide - wide.half()).half())
