@@ -95,7 +95,9 @@ class Grid:
         if self.group_size is None:
             return 1
         if n % self.group_size:
-            raise ValueError(f"{self.name} in groups of {self.group_size}: that does not divide {counted(n, 'input')}")
+            fits = next((f"{size} does, and " for size in range(min(self.group_size, n), 1, -1) if n % size == 0), "")
+            others = f": {fits}group_size=None, one scale a column, always fits" if self.scale == "dtype" else ""
+            raise ValueError(f"{self.name} in groups of {self.group_size}: that does not divide {counted(n, 'input')}{others}")
         return n // self.group_size
 
     def bits_per_weight(self, n: int) -> float:

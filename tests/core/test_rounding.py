@@ -262,8 +262,14 @@ def test_what_find_grid_refuses():
     ):
         with pytest.raises(ValueError, match=word):
             find_grid(name, **options)
-    with pytest.raises(ValueError, match="128.*100"):
+    with pytest.raises(ValueError, match="128.*100 inputs: 100 does, and group_size=None, one scale a column, always fits"):
         fit_scales(find_grid("int4"), np.ones((100, 2)))
+    with pytest.raises(ValueError, match="129 inputs: 43 does, and group_size=None"):
+        fit_scales(find_grid("int4"), np.ones((129, 2)))
+    with pytest.raises(ValueError, match="131 inputs: group_size=None"):
+        fit_scales(find_grid("int4"), np.ones((131, 2)))
+    with pytest.raises(ValueError, match="24 inputs$"):
+        fit_scales(find_grid("nvfp4"), np.ones((24, 2)))
 
 
 def test_bits_per_weight_counts_scales():

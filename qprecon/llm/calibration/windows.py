@@ -68,10 +68,9 @@ def cut_windows(
         "each" with a tokenizer that has no BOS.
     """
     check_cut(seqlen, bos)
+    check_tokenizer_given(tokenizer)
     if is_text(source) and tokenizer is None:
         raise ValueError("text needs the model's tokenizer, and there is none: give tokenizer=..., or token ids instead of text")
-    if is_text(source) and not callable(tokenizer):
-        raise TypeError(f"tokenizer: a tokenizer of transformers, as AutoTokenizer loads it, got {type(tokenizer).__name__}")
     documents = documents_of(source)
     from_text = bool(documents) and isinstance(documents[0], str)
     policy = resolve_bos(bos, tokenizer) if from_text or bos != "auto" else "none"
@@ -83,6 +82,16 @@ def cut_windows(
     if policy == "each":
         tokens = _with_bos(tokens, tokenizer.bos_token_id)
     return TokenWindows(tokens, policy, len(documents), sum(len(stream) for stream in streams))
+
+
+def check_tokenizer_given(tokenizer: Any, saved: bool = False) -> None:
+    """TypeError for what is no tokenizer, such as its name; None is one that is not given. saved: it must write its files too."""
+    if tokenizer is None:
+        return
+    if isinstance(tokenizer, type) or not callable(tokenizer) or (saved and not hasattr(tokenizer, "save_pretrained")):
+        simple = isinstance(tokenizer, str | Path | int | float)
+        got = repr(tokenizer) if simple else tokenizer.__name__ if isinstance(tokenizer, type) else type(tokenizer).__name__
+        raise TypeError(f"tokenizer must be a transformers tokenizer, as AutoTokenizer.from_pretrained loads it, got {got}")
 
 
 def check_cut(seqlen: Any, bos: Any) -> None:

@@ -18,6 +18,7 @@ from qprecon.llm.calibration.windows import (
     TokenWindows,
     check_cut,
     check_length,
+    check_tokenizer_given,
     check_windows,
     cut_windows,
     is_text,
@@ -111,6 +112,7 @@ def perplexity(
         TypeError: text or tokens of another kind.
     """
     check_perplexity(seqlen=seqlen, bos=bos, batch_size=batch_size, autocast=autocast, max_windows=max_windows)
+    check_tokenizer_given(tokenizer)
     autocast = None if autocast is None else as_dtype(autocast)
     check_unwrapped(model)
     if not isinstance(model, str | Path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qprecon.llm.calibration.capture import evaluation_mode
+from qprecon.llm.calibration.windows import check_tokenizer_given
 from qprecon.llm.evaluation.asked import HUB, check_known, named_tasks
 from qprecon.llm.evaluation.likelihoods import log_likelihoods
 from qprecon.llm.evaluation.local_tasks import local_rows, local_task
@@ -82,6 +83,7 @@ def evaluate_tasks(
         ImportError: lm-eval is missing. ValueError: an unknown task, no tokenizer, a bad limit. FileNotFoundError,
         ValueError: a local file that is missing or has bad rows; all before the model is loaded.
     """
+    check_tokenizer_given(tokenizer)
     check_unwrapped(model)
     if not isinstance(model, str | Path):
         check_language_model(model)

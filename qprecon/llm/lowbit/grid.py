@@ -45,14 +45,21 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | N
     assert grid is not None
     size = grid.group_size or 1
     if bad := [view for view in views if view.n_inputs % size]:
-        common = math.gcd(*(view.n_inputs for view in views))
-        fits = sorted((each for each in _USUAL if common % each == 0), key=lambda each: abs(each - size))[:3]
-        if recipe.quantize in ("nvfp4", "mxfp4"):
-            fits = []
-        hint = f"; group_size={' or '.join(map(str, sorted(fits)))} fits all layers" if fits else "; leave it out (ignore)"
-        raise ValueError(f"{bad[0].name}: groups of {size} do not divide its {counted(bad[0].n_inputs, 'input')}{hint}")
+        hint = "leave it out (ignore)" if recipe.quantize in ("nvfp4", "mxfp4") else _sizes_that_fit(size, views)
+        raise ValueError(f"{bad[0].name}: groups of {size} do not divide its {counted(bad[0].n_inputs, 'input')}; {hint}")
     if model is not None:
         _check_written(views, model, grid)
+
+
+def _sizes_that_fit(size: int, views: Sequence[LinearView]) -> str:
+    """Group sizes that divide the inputs of all layers, usual ones first, and one scale a column, which always fits."""
+    common = math.gcd(*(view.n_inputs for view in views))
+    fits = sorted(sorted((each for each in _USUAL if common % each == 0), key=lambda each: abs(each - size))[:3])
+    if not fits:
+        fits = [each for each in range(min(size, common), 1, -1) if common % each == 0][:1]
+    if not fits:
+        return "group_size=0 (one scale a column) fits all layers"
+    return f"group_size={' or '.join(map(str, fits))} fits all layers, and so does 0 (one scale a column)"
 
 
 def reading_notes(recipe: Recipe, views: Sequence[LinearView], model: nn.Module) -> Iterator[str]:

@@ -5,8 +5,8 @@ times their mean, over all linears of a block together (the paper's equation 1),
 shifted so that the mean over blocks is 1 − sparsity. The scores are those of the dense model.
 
 Departures from the original program, each deliberate: blocks count in the mean by their weights (there all alike), blocks with
-equal D get equal shares (it divides by zero there), a kept share is cut to 1 (it becomes a sparsity of 0.01 there), and options
-that leave a block nothing are refused.
+equal D get equal shares (it divides by zero there), a kept share is cut to 1 and the other blocks keep more for it, so that the
+mean is met (it becomes a sparsity of 0.01 there), and options that leave a block nothing are refused.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def owl_densities(
 ) -> list[float]:
     """The share of weights that each block keeps. Only the differences of `outliers` matter, in any unit.
 
-    sizes: the blocks' weights, by which the mean is 1 − sparsity before shares are cut at 1; all alike without them.
+    sizes: the blocks' weights, by which the mean is 1 − sparsity; all alike without them. It is missed only where a share is 0.
     """
     if not lam >= 0:
         raise ValueError(f"lam must not be negative, got {lam!r}")
@@ -156,8 +156,25 @@ def owl_densities(
     # All alike: no layer deserves more than another.
     raised = [(value - low) / (high - low) * 2 * lam for value in outliers] if high > low else [0.0] * len(outliers)
     sizes = sizes or [1] * len(raised)
-    mean = sum(value * size for value, size in zip(raised, sizes, strict=True)) / sum(sizes)
-    return [min(1.0, max(0.0, value - mean + 1 - sparsity)) for value in raised]
+    return [max(0.0, share) for share in _at_most_all(raised, sizes, sparsity)]
+
+
+def _at_most_all(raised: Sequence[float], sizes: Sequence[int], sparsity: float) -> list[float]:
+    """`raised` plus a number, cut to 1, so that their mean by sizes is 1 − sparsity.
+
+    What is cut off is dealt to the others by a higher number, which may lift more of them above 1: again, until none is.
+    """
+    whole: set[int] = set()
+    while len(whole) < len(raised):
+        others = [i for i in range(len(raised)) if i not in whole]
+        room = sum(sizes[i] for i in others)
+        mean = sum(raised[i] * sizes[i] for i in others) / room
+        lost = sparsity * sum(sizes) / room  # all zeros are theirs
+        over = {i for i in others if raised[i] - mean > lost}
+        if not over:
+            return [1.0 if i in whole else raised[i] - mean + 1 - lost for i in range(len(raised))]
+        whole |= over
+    return [1.0] * len(raised)
 
 
 def loss_plan(plan: Plan, gradients: LossGradients, rule: ByLoss) -> Plan:

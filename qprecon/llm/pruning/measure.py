@@ -16,6 +16,7 @@ from qprecon.llm.masks.packed import pack
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.statistics.energy import Energy
+from qprecon.status import Status
 
 if TYPE_CHECKING:
     import qprecon
@@ -170,6 +171,9 @@ def finished_rows(layers: Sequence[LayerPlan], drafts: Sequence[Draft], ranks: R
     return [_row(layer, counted[layer.view.name]) for layer in layers]
 
 
+_JOINED = {"relative_gap": max, "iterations": max, "uncertified": sum, "out_of_time": sum, "fallbacks": sum}
+
+
 @dataclass(frozen=True)
 class _Counted:
     """What is known of some columns of a layer; `figures` as a draft's."""
@@ -183,7 +187,7 @@ class _Counted:
         """Of these columns and some others."""
         facts, more = dict(self.facts), other.facts
         facts["note"], facts["off_pattern"] = facts["note"] or more["note"], facts["off_pattern"] or more["off_pattern"]
-        for name, joined in (("relative_gap", max), ("iterations", max), ("uncertified", sum), ("fallbacks", sum)):
+        for name, joined in _JOINED.items():
             if name in facts:
                 facts[name] = joined((facts[name], more[name]))
         if facts["stored_costs"] is not None:
@@ -252,11 +256,12 @@ def _figures(
 def _solver_facts(solution: qprecon.Solution | None, columns: slice, tol: float) -> dict[str, Any]:
     if solution is None:
         return {}
-    gap_K = solution.relative_gap[columns]
+    gap_K, late_K = solution.relative_gap[columns], solution.status[columns] == Status.TIME_LIMIT
     return {
         "backend": solution.provenance.backend,
         "relative_gap": float(gap_K.max(initial=0.0)),
         "uncertified": int((~(gap_K <= tol)).sum()),
+        "out_of_time": int((late_K & ~(gap_K <= tol)).sum()),
         "iterations": int(solution.iterations[columns].max(initial=0)),
         "fallbacks": int(solution.fell_back[columns].sum()),
     }

@@ -14,6 +14,7 @@ from qprecon.arrays.collector import no_collection
 from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.calibration.samples import samples_for_all
+from qprecon.llm.calibration.windows import check_tokenizer_given
 from qprecon.llm.files.folders import model_folder
 from qprecon.llm.lowbit.adapter import adapters_of, check_adapters, write_adapter
 from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_configuration
@@ -188,6 +189,7 @@ def _opened(
 ) -> _Run:
     """Everything that can be refused is looked at here, before any calibration; the text before the weights."""
     out, device, store = where.out, where.device, where.store
+    check_tokenizer_given(tokenizer, saved=out is not None)
     if out is not None:
         check_apart(model, out)
         out = ranks.decided(lambda: check_output(where.out))

@@ -14,6 +14,7 @@ from torch import nn
 from qprecon.files import local_path
 from qprecon.llm.calibration.mixture import described
 from qprecon.llm.calibration.samples import samples_for_all
+from qprecon.llm.calibration.windows import check_tokenizer_given
 from qprecon.llm.files.folders import model_folder
 from qprecon.llm.lowbit.adapter import FOLDER as ADAPTER_FOLDER
 from qprecon.llm.model.blocks import find_blocks
@@ -161,6 +162,7 @@ def _opened(
     Everything that can be refused is looked at here.
     """
     out, device = where.out, where.device
+    check_tokenizer_given(tokenizer, saved=out is not None)
     if ranks.size > 1:
         check_exchange(device)
     told = {"save_masks": where.save_masks, "save_steps": where.save_steps, "resume": where.resume, "in_memory": out is None}

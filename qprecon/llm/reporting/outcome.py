@@ -71,8 +71,9 @@ def _remarks(rows: Sequence[LayerRow], mask: str) -> list[str]:
         notes.append(f"{_layers_have(emptied)} no weight left, first {emptied[0]}")
     notes += _not_held(rows, mask)
     others = [row for row in rows if not row.off_pattern]
-    # Low bits make zeros of small weights, which were kept.
-    fuller = [row.name for row in others if row.bits is None and row.reached_sparsity > row.requested_sparsity + 1e-9]
+    # Low bits make zeros of small weights, which were kept. Where none was asked for, all were zero before.
+    asked = [row for row in others if row.bits is None and row.requested_sparsity]
+    fuller = [row.name for row in asked if row.reached_sparsity > row.requested_sparsity + 1e-9]
     if fuller and not given:
         notes.append(f"{_layers_have(fuller)} more zeros than were asked for, first {fuller[0]}: what was zero stays so")
     short = [row for row in others if row.requested_sparsity - row.reached_sparsity >= _SHORT]
@@ -134,18 +135,27 @@ def _late(late: Sequence[LayerRow], layers: int) -> list[str]:
     if not late:
         return []
     worst = max(late, key=lambda row: row.uncertified or 0)
+    columns, stopped = (sum(getattr(row, name) or 0 for row in late) for name in ("uncertified", "out_of_time"))
+    remedy = "a larger tol, a larger damping, more iterations (solve_options) or another backend may do"
+    if stopped:
+        limit = f"the time limit stopped {stopped} of {counted(columns, 'column')}: raise time_limit (solve_options)"
+        remedy = limit if stopped == columns else f"{limit}; for the others {remedy}"
     return [
         f"{counted_of(len(late), layers, 'layer', 'has', 'have')} columns above the tolerance, most of them {worst.name} "
-        f"({worst.uncertified} of {counted(worst.n_outputs, 'column')}): a larger tol, a larger damping, more "
-        "iterations (solve_options) or another backend may do"
+        f"({worst.uncertified} of {counted(worst.n_outputs, 'column')}): {remedy}"
     ]
+
+
+def _fitted(row: LayerRow) -> bool:
+    """Whether any weight was: where nothing is asked of a layer it stays as it is, unless another target asks for more."""
+    return row.bits is not None or row.requested_sparsity > 0 or row.error_updated > 0
 
 
 def _too_few_tokens(rows: Sequence[LayerRow]) -> list[str]:
     """Layers whose outputs can be met exactly, whatever the mask: the rank of H is at most the number of tokens."""
     share = {row.name: row.requested_sparsity if row.bits is not None else row.reached_sparsity for row in rows}
     kept = {row.name: row.n_inputs - round(share[row.name] * row.n_inputs) for row in rows}
-    few = [row for row in rows if 0 < row.tokens < kept[row.name]]
+    few = [row for row in rows if 0 < row.tokens < kept[row.name] and _fitted(row)]
     if not few:
         return []
     worst, layers = min(few, key=lambda row: row.tokens / row.n_inputs), counted_of(len(few), len(rows), "layer", "has", "have")

@@ -29,8 +29,9 @@ class LayerRow:
     and with `drift` or `residual` D is new − target, the weights that these ask for: `PruneReport.measure` says so.
 
     `relative_gap` is the largest certified relative gap (of the damped problem) over every column, those that fell back
-    included; `uncertified` columns exceed the tolerance; `fallbacks` columns kept their start, because the solver's
-    answer was worse or not finite. All three are None where nothing was solved. `iterations` is the largest of a column.
+    included; `uncertified` columns exceed the tolerance, `out_of_time` of them as a time limit stopped the solver; `fallbacks`
+    columns kept their start, because the solver's answer was worse or not finite. All four are None where nothing was solved, or
+    not counted. `iterations` is the largest of a column.
 
     `stored_gap` bounds how much more the weights in the file cost (in the damped problem, all columns together) than the best
     real-valued weights of the mask, relative to what these cost at least; None where nothing was certified. `bits`: of a weight
@@ -70,6 +71,7 @@ class LayerRow:
     rank: int | None = None
     off_pattern: bool = False
     zeros_before: int | None = None
+    out_of_time: int | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -148,8 +148,11 @@ def test_bad_arguments_are_named(model, tokens, arguments, match):
 
 
 def test_a_tokenizer_that_is_none_is_named(model):
-    with pytest.raises(TypeError, match="^tokenizer: a tokenizer of transformers, .* got str"):
+    with pytest.raises(TypeError, match="^tokenizer must be a transformers tokenizer, .* got 'gpt2'"):
         perplexity(model, words(50), tokenizer="gpt2", seqlen=16)
+    for no_tokenizer, said in ((3, "3"), (type(toy_tokenizer()), "TokenizersBackend|PreTrainedTokenizerFast"), ({}, "dict")):
+        with pytest.raises(TypeError, match=f"^tokenizer must be a transformers tokenizer, .* got ({said})$"):
+            perplexity("no/model", TOKENS, tokenizer=no_tokenizer, seqlen=16)  # though it has no use for one
 
 
 def test_windows_longer_than_the_models_positions_are_refused():

@@ -362,6 +362,8 @@ def test_unknown_tasks_and_missing_arguments(data, model, tmp_path):
         evaluate_tasks(model, "piqa", data_dir=data, limit=0)
     with pytest.raises(ValueError, match="tokenizer"):
         evaluate_tasks(model, "piqa", data_dir=data)
+    with pytest.raises(TypeError, match="^tokenizer must be a transformers tokenizer, .* got 'gpt2'$"):
+        evaluate_tasks(model, "piqa", data_dir=data, tokenizer="gpt2")
     with pytest.raises(ValueError, match=r"pass model\.module"):
         evaluate_tasks(torch.nn.DataParallel(model), "piqa", data_dir=data, tokenizer=toy_tokenizer())
     with pytest.raises(ValueError, match="--text, --tasks"):

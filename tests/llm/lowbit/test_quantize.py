@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from qprecon import cli
 from qprecon.llm import perplexity, prune_model, recover
 from qprecon.llm.files.kinds import check_experts_whole
+from qprecon.llm.lowbit.grid import check_grid
 from qprecon.llm.masks import LayerData
 from qprecon.llm.masks.given import load_masks
 from qprecon.llm.masks.patterns import Pattern
@@ -21,6 +23,7 @@ from qprecon.llm.model.loading import load_causal_lm, load_whole
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.update import choose_mask
 from qprecon.llm.reporting.report import PruneReport
+from qprecon.llm.settings.recipe import Recipe
 from qprecon.page import write_page
 from tests.llm.families import build, tokens
 from tests.llm.files.test_kinds import llava
@@ -186,6 +189,17 @@ def test_what_cannot_be_quantized_is_named_before_the_run(tmp_path):
     ):
         with pytest.raises(ValueError, match=word):
             prune_model(model, windows, progress=False, **settings)
+    for inputs, sizes in (([10], "10"), ([10, 30], "10"), ([90, 150], "30"), ([202], "101"), ([9, 21], "3"), ([48], "16 or 48")):
+        views = [SimpleNamespace(name=str(n), n_inputs=n, dtype=torch.float32) for n in inputs]
+        with pytest.raises(ValueError, match=rf"; group_size={sizes} fits all layers, and so does 0 \(one scale a column\)$"):
+            check_grid(Recipe(quantize="int4"), views, None)
+        check_grid(Recipe(quantize="int4", group_size=int(sizes.split()[0])), views, None)
+        check_grid(Recipe(quantize="int4", group_size=0), views, None)
+    views = [SimpleNamespace(name=str(n), n_inputs=n, dtype=torch.bfloat16) for n in (10, 11)]
+    with pytest.raises(ValueError, match=r"10 inputs; group_size=0 \(one scale a column\) fits all layers$"):
+        check_grid(Recipe(quantize="int4"), views, None)
+    with pytest.raises(ValueError, match=r"10 inputs; leave it out \(ignore\)$"):
+        check_grid(Recipe(quantize="nvfp4"), views, None)
     with pytest.raises(ValueError, match=r"h\.0\..*Conv1D"):
         prune_model(build("gpt2"), windows, out=tmp_path / "out", quantize="int8", progress=False)
 

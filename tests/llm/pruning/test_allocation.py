@@ -62,6 +62,24 @@ def test_shares_stay_within_bounds():
         owl_densities([1.0, 2.0], 0.5, lam=-1)
 
 
+@pytest.mark.parametrize("sparsity", [0.0, 0.001, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("sizes", [None, [7, 1, 30, 2, 5]])
+def test_at_low_sparsities_the_mean_is_met(sparsity, sizes):
+    """What would be pruned of a block by a share below zero is not pruned of the others."""
+    kept = owl_densities([0.0, 1.0, 2.5, 2.5, 9.0], sparsity, lam=0.2, sizes=sizes)
+    assert 1 - np.average(kept, weights=sizes) == pytest.approx(sparsity, abs=1e-12) and 0 < min(kept) and max(kept) <= 1
+    assert kept == sorted(kept) and (sparsity > 0 or kept == [1.0] * 5)
+
+
+@pytest.mark.parametrize("rule", ["owl", "loss"])
+def test_where_nothing_is_to_be_pruned_nothing_is(rule):
+    model = build("llama")
+    before = [parameter.clone() for parameter in model.parameters()]
+    report = prune_model(model, tokens(4), sparsity=0, allocation=rule, allocation_options={"lam": 0.3}, progress=False)
+    assert all(row.requested_sparsity == row.zeros == 0 for row in report.layers)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def owl_patterns(model, samples, sparsity, lam=0.08, threshold=5.0, ignore=None):
     """Block name -> the pattern that OWL gives it."""
     owl, log = Owl(Pattern.parse(sparsity), lam, threshold), RunLog()

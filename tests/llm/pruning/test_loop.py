@@ -335,6 +335,23 @@ def test_a_run_that_ends_early_says_that_the_model_is_pruned_in_part(monkeypatch
             prune(model, damping=-1.0)
 
 
+def test_a_time_limit_is_named_where_it_stopped_columns():
+    report = prune(build("llama"), backend="pcg", solve_options={"time_limit": 1e-9})
+    late = sum(row.uncertified for row in report.layers)
+    assert sum(row.out_of_time for row in report.layers) == late > 0
+    assert any(f"the time limit stopped {late} of {late} columns: raise time_limit" in note for note in report.warnings)
+
+
+@pytest.mark.parametrize("model", ["memory", "no/model"])
+@pytest.mark.parametrize("tokenizer", ["gpt2", 3, len])
+def test_what_is_no_tokenizer_is_named_before_the_work(model, tokenizer, tmp_path):
+    """A function gives tokens, but writes no files."""
+    named = "builtin_function_or_method" if tokenizer is len else repr(tokenizer)
+    with pytest.raises(TypeError, match=f"^tokenizer must be a transformers tokenizer, .* got {named}$"):
+        prune(build("llama") if model == "memory" else model, tokenizer=tokenizer, out=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_eight_tokens_in_bfloat16():
     model = build("llama").bfloat16()
     report = prune(model, tokens(1, 8))

@@ -561,6 +561,8 @@ def test_one_window_is_too_few_and_names_need_an_output(tmp_path):
     model, dense = pair()
     with pytest.raises(ValueError, match="at least two windows"):
         run(model, dense, tokens(1))
+    with pytest.raises(TypeError, match="^tokenizer must be a transformers tokenizer, .* got 3$"):
+        run(model, dense, tokenizer=3)
     run(copy.deepcopy(model), dense, out=tmp_path / "dense", passes=1)  # a folder that may be replaced
     with pytest.raises(ValueError, match="out="):
         run(tmp_path / "dense", dense)

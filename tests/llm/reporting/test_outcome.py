@@ -77,6 +77,7 @@ def test_more_zeros_than_asked():
     assert notes(row("b", **more, bits=4.0)) == ()  # low bits make zeros of small weights
     assert notes(row("b", **more), mask="given") == ()
     assert notes(row("b", reached_sparsity=0.5 + 1e-12)) == ()  # rounding
+    assert notes(row("b", requested_sparsity=0.0, reached_sparsity=1 / 32, zeros=1)) == ()  # none was asked for
 
 
 def test_fewer_zeros_than_asked():
@@ -120,6 +121,9 @@ def test_fewer_tokens_than_inputs():
     assert notes(row("b", tokens=1))[0].startswith(f"{one} kept inputs, at worst b (1 token, 4 of 8 inputs): ")
     whole = row("b", tokens=1, bits=4.0, zeros=0, reached_sparsity=0.0, requested_sparsity=0.0)
     assert notes(whole)[0].startswith(f"{one} inputs, at worst b (1 token, 8 inputs): ")
+    unasked = row("b", tokens=1, zeros=0, reached_sparsity=0.0, requested_sparsity=0.0, error_masked=0.0, error_updated=0.0)
+    assert notes(ROW, unasked) == ()  # nothing was fitted
+    assert notes(ROW, dataclasses.replace(unasked, error_updated=0.1))[0].startswith("1 of 2 layers has fewer")  # another target
     low = row("b", tokens=3, bits=4.0, reached_sparsity=0.75, zeros=24)  # 4 inputs were solved for, whatever the bits made zero
     assert len(notes(low)) == 1 and notes(dataclasses.replace(low, tokens=4)) == ()
 
@@ -130,6 +134,17 @@ def test_columns_that_missed_the_tolerance():
         "2 of 3 layers have columns above the tolerance, most of them c (3 of 4 columns): a larger tol, a larger damping, "
         "more iterations (solve_options) or another backend may do",
     )
+
+
+def test_columns_that_the_time_limit_stopped():
+    timed = row("b", uncertified=2, out_of_time=2)
+    said = "(2 of 4 columns): the time limit stopped 2 of 2 columns: raise time_limit (solve_options)"
+    assert notes(ROW, timed)[0].endswith(said)
+    assert notes(timed, row("c", uncertified=3, out_of_time=1))[0].endswith(
+        "(3 of 4 columns): the time limit stopped 3 of 5 columns: raise time_limit (solve_options); for the others a larger tol, a "
+        "larger damping, more iterations (solve_options) or another backend may do"
+    )
+    assert "time_limit" not in notes(row("b", uncertified=2, out_of_time=0))[0]
 
 
 def test_a_backend_of_which_nothing_could_be_used():
