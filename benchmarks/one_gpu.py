@@ -22,7 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BEST_BITS = ("50%:int8:ours:best", "50%:fp8:ours:best")
+LEFT = (
+    *(f"{pattern}:int4:slim:fast:rank64" for pattern in ("50%", "2:4")), "2:4:int4:sparsegpt+gptq:fast", "2:4:int4:rounding:fast",
+    *(f"50%:{grid}:rounding:fast" for grid in ("int8", "fp8")),
+)  # fmt: skip
+LEFT_BEST = ("2:4:int4:gptq:best", "2:4:int4:ours:best:rank64")
+"""Cases of `grid.py` that have no row yet."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
         Step("layers", 120, ("benchmarks/layers/phases.py", "--no-rates", "--out", f"{results}/layer_phases.json")),
         Step("gram", 60, ("benchmarks/layers/gram_rows.py", "--out", f"{results}/gram_rows.json")),
         Step("calls", 120, ("benchmarks/models/block_calls.py", "--blocks", "8", "--out", f"{results}/block_calls.json")),
+        Step("profile", 90, ("benchmarks/models/block_profile.py", "--out", f"{results}/block_profile.json")),
         whole("whole", "fast", 150), whole("whole_balanced", "balanced", 240), whole("whole_best", "best", 300, *alps),
         whole("eight", "fast", 90, *eight), whole("eight_int4", "fast", 120, *eight, "--setting", "quantize=int4"),
         whole("eight_balanced", "balanced", 120, *eight), whole("eight_best", "best", 150, *eight, *alps),
@@ -68,10 +74,9 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
             "benchmarks/faults.py", "--only", "memory", "--device", "cuda", "--count", "100", "--processes", "5",
             "--seconds", "150", "--out", f"{results}/faults_gpu.json",
         ), lane="faults"),
-        quality("a_gemma", "gemma3", "--recover", "only", "--cases", "50%:best", "--tasks"),
-        quality("b_gemma", "gemma3", "--cases", *BEST_BITS, "2:4:bf16:ours:best", "--group", "128", code="grid"),
-        quality("c_smollm2", "smollm2", "--cases", *BEST_BITS, "2:4:int4:ours:best", "--group", "64", code="grid"),
-        quality("d_qwen", "qwen", "--recover", "only", "--again", "--code", "--cases", "50%:best@wikitext2+c4+code"),
+        quality("a_gemma", "gemma3", "--cases", *LEFT, "--group", "128", code="grid"),
+        quality("b_gemma", "gemma3", "--cases", *LEFT_BEST, "--group", "128", code="grid"),
+        quality("c_smollm2", "smollm2", "--cases", *LEFT_BEST, "2:4:bf16:ours:best", "--group", "64", code="grid"),
     ]  # fmt: skip
 
 

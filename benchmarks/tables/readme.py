@@ -48,6 +48,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "parts": speed.layers,
         "whole changes": speed.whole,
         "block": speed.block,
+        "block passes": speed.block_passes,
         "launches": speed.launches,
         "real": seconds.real_layers,
         "masks": seconds.selection,

@@ -20,18 +20,34 @@ PREDICTED: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("masks", ("masks",), "no sums along columns where no scores are equal", "9"),
 )  # fmt: skip
 """A row: its name, the parts of ``block_profile``, what changed, and the GPU milliseconds that bytes and flops promise."""
+PREDICTED_PASSES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("forward passes", ("forward, for H", "forward, onwards"), "rotations and gated MLPs in one pass over memory", "328"),
+    ("Gram products", ("Gram products",), "eight panels at 14336 inputs", "141"),
+    ("reports", ("measure",), "what rounding adds by one product, not three; sums over columns by one kernel", "15"),
+    ("the start's product", ("product of halves",), "halves made in one pass", "18"),
+    ("inverses K_j", ("inverses",), "of 128 rows: block by block", "20"),
+    ("sketches", ("sketch",), "eigenvectors from the host", "4"),
+)
+"""The same for the changes after those."""
 
 
 def block() -> str:
     """GPU milliseconds of one block of the 8B shape by part, before and after in one run."""
-    before, after = (load("block_profile_before_after")[when] for when in ("before", "after"))
+    return _block("block_profile_before_after", PREDICTED)
+
+
+def block_passes() -> str:
+    """The same for the changes after those, from two machines of one kind."""
+    return _block("block_profile_passes", PREDICTED_PASSES)
+
+
+def _block(name: str, rows: tuple[tuple[str, tuple[str, ...], str, str], ...]) -> str:
+    before, after = (load(name)[when] for when in ("before", "after"))
 
     def spent(found: dict[str, Any], parts: tuple[str, ...]) -> float:
         return sum(found["parts"].get(part, {}).get("gpu_ms", 0.0) for part in parts)
 
-    body = [
-        [name, what, f"{spent(before, parts):.0f}", guess, f"{spent(after, parts):.0f}"] for name, parts, what, guess in PREDICTED
-    ]
+    body = [[part, what, f"{spent(before, parts):.0f}", guess, f"{spent(after, parts):.0f}"] for part, parts, what, guess in rows]
     body.append(["all of the block, GPU busy", "", f"{before['busy_ms']:.0f}", "", f"{after['busy_ms']:.0f}"])
     launches, waits = (
         [sum(part[what] for part in found["parts"].values()) for found in (before, after)] for what in ("launches", "waits")
@@ -136,6 +152,11 @@ WHOLE: tuple[tuple[str, str, str | None, str], ...] = (
     ("massive rows last in each product. Gram products", "sums", "gram", "0.1 s more"),
     ("32 blocks, `fast`: slow columns go on alone, a few in float64. Solves", "columns", "solve", "2.6 s less, with the audits"),
     ("its audits", "columns", "audit", ""),
+    ("32 blocks, `fast`: rotations and gates in one pass, more windows together. Forward", "passes", "forward", "1.4 s less"),
+    ("H in eight panels, not four. Gram products", "passes", "gram", "0.3 s less"),
+    ("one product less, one kernel for sums. Reports", "passes", "measure", "0.7 s less"),
+    ("eigenvectors of sketches by numpy with all threads (not kept). Solves", "passes", "solve", "0.4 s less"),
+    ("all of these", "passes", None, "2.8 s less"),
 )  # fmt: skip
 """A row: what changed, the runs of ``whole_before_after.json``, the part of their seconds (None: all beside the disk), and what was
 predicted."""

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import threadpoolctl
+import torch
 
 from qprecon.backends._pcg import precondition as precondition
 
@@ -70,3 +72,36 @@ def test_fewer_directions_than_the_rank(power_steps):
     x = rng.standard_normal((3, 30))
     shared = precondition.low_rank(x.T @ x + 0.01 * np.eye(30), 0.01, 8, power_steps)
     np.testing.assert_allclose(shared.factor_Nr @ shared.factor_Nr.T, x.T @ x, atol=1e-8 * np.trace(x.T @ x))
+
+
+@pytest.mark.parametrize("rows, where", [(40, "host"), (160, "host"), (161, "GPU")])
+def test_a_gpus_small_cores_have_their_eigenvectors_from_one_thread_of_the_host(rows, where, monkeypatch):
+    """The threads of numpy's BLAS would be in the way of torch's for a while. The matrix is a CPU's here."""
+    x = torch.randn(2 * rows, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    core_rr, eigh, threads = x.T @ x, np.linalg.eigh, []
+
+    def watched(a_rr):
+        threads.extend(each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas")
+        return eigh(a_rr)
+
+    monkeypatch.setattr(np.linalg, "eigh", watched)
+    usual_rr, top = precondition._mixing(core_rr, rows - 8, 1e-6)
+    assert not threads
+    monkeypatch.setattr(precondition, "device_type", lambda x: "cuda")
+    found_rr, its_top = precondition._mixing(core_rr, rows - 8, 1e-6)
+    assert set(threads) == ({1} if where == "host" else set())
+    assert isinstance(found_rr, torch.Tensor) and its_top == pytest.approx(top, rel=1e-12)
+    torch.testing.assert_close(found_rr @ found_rr.T, usual_rr @ usual_rr.T, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [32, 127, 128, 192])
+def test_inverses_by_blocks_are_the_librarys(rank, monkeypatch):
+    """As a GPU makes them from 128 rows on; 192 halves to blocks of 24 rows, 127 is none that can be halved."""
+    x_Krr = torch.randn(3, rank, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    gram_Krr = 1e3 * x_Krr.mT @ x_Krr
+    gram_Krr = 0.5 * (gram_Krr + gram_Krr.mT)
+    expected = torch.linalg.inv(gram_Krr.double() + torch.eye(rank, dtype=torch.float64))
+    monkeypatch.setattr(precondition, "device_type", lambda x: "cuda")
+    found = precondition._inverse_plus_identity(gram_Krr)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))

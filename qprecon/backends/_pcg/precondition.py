@@ -12,6 +12,7 @@ with itself.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from ...arrays.halves import unit_of
 from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, like, namespace, to_numpy
-from ...arrays.linalg import identity, lower_inverses
+from ...arrays.linalg import fitting_threads, identity, lower_inverses
 from .factor import Factor
 
 _OVERSAMPLING = 8
@@ -96,14 +97,15 @@ def _mixing(core_rr: Array, rank: int, noise: float) -> tuple[Array, float]:
     """Columns V with VVᵀ about the inverse of the core, for its ``rank`` largest eigenvalues, and the largest one.
 
     Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: theirs are zero. A
-    small core is taken apart by the host, as on a GPU that is a hundred kernels: by numpy, as torch with 16 threads took 6 ms for
-    40 rows.
+    small core is taken apart by the host, as on a GPU that is a hundred kernels, and by one thread: with 16 torch took 6 ms for 40
+    rows, and with 32 numpy took 66 ms for the four of a block and held up what came after.
     """
     where, on_gpu = core_rr, device_type(core_rr) == "cuda"
     if on_gpu and len(core_rr) <= _HOST_CORE:
         core_rr = to_numpy(core_rr)
     xp = namespace(core_rr)
-    values_r, vectors_rr = xp.linalg.eigh(core_rr)
+    with fitting_threads(len(core_rr), 1, "numpy") if on_gpu and xp is np else nullcontext():
+        values_r, vectors_rr = xp.linalg.eigh(core_rr)
     keep = slice(max(0, len(values_r) - rank), None)
     top = max(float(values_r[-1]), 0.0)
     scale_r = xp.where(values_r > noise * top, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5

@@ -51,6 +51,7 @@ def calls(monkeypatch):
     monkeypatch.setitem(sys.modules, KERNELS, module)
     monkeypatch.setattr(bits, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(bits, "LEAST", 0)
+    monkeypatch.setattr(bits, "WIDTH", 0)
     return count
 
 
@@ -140,6 +141,20 @@ def test_few_numbers_go_the_old_way(calls, monkeypatch):
         assert bool(calls["gated"]) == used
     for least, used in ((321, False), (320, True)):
         monkeypatch.setattr(bits, "LEAST", least)
+        with torch.no_grad():
+            ours(*usual)
+        assert bool(calls["rotate"]) == used
+
+
+def test_narrow_models_go_the_old_way(calls, monkeypatch):
+    module, ours, usual = mlp(), rotations.Rotation(ROTATES), attention_inputs()
+    q, x = usual[0], torch.randn(2, 3, 16).bfloat16()
+    for more, used in ((1, False), (0, True)):
+        monkeypatch.setattr(bits, "WIDTH", 16 + more)
+        with torch.no_grad(), gated.fused_gates(module):
+            module(x)
+        assert bool(calls["gated"]) == used
+        monkeypatch.setattr(bits, "WIDTH", q.shape[1] * q.shape[3] + more)
         with torch.no_grad():
             ours(*usual)
         assert bool(calls["rotate"]) == used

@@ -60,7 +60,7 @@ def _forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *given: Any, **options: Any) -> Any:
-        plain = len(given) == 1 and not options and fit(given[0]) and large(given[0])
+        plain = len(given) == 1 and not options and fit(given[0]) and large(given[0], given[0].shape[-1])
         act = _activation(self) if plain else None
         if act is None:
             return original(self, *given, **options)

@@ -49,9 +49,11 @@ class Rotation:
         self.known: dict[tuple, bool] = {}
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        if len(given) != 4 or options or not fit(*given) or not large(given[0]) or not _usual(*given):
+        if len(given) != 4 or options or not fit(*given) or not _usual(*given):
             return self.original(*given, **options)
         q, _, cos, sin = given
+        if not large(q, q.shape[1] * q.shape[3]):
+            return self.original(*given)
         key = q.dtype, q.device, q.shape[-1]
         if key not in self.known:
             self.known[key] = recognised(self.original, *key)
