@@ -46,6 +46,9 @@ class PreparedHessian:
         self.hessian = Hessian(H, damping, place or place_of(H), samples)
         self._shared = {self.hessian.place: Shared(self.hessian)}
 
+    def __repr__(self) -> str:
+        return f"PreparedHessian({self.hessian.described()})"
+
     @property
     def n_inputs(self) -> int:
         """N."""
@@ -217,13 +220,10 @@ class PreparedHessian:
     def _at(self, place: Place) -> Shared:
         """What problems of one array library and device share. H is copied there if need be, once."""
         self.hessian.check_unchanged()
-        found = self._shared.get(place)
-        return found or self._shared.setdefault(place, Shared(self.hessian.at(place)))
+        return self._shared.get(place) or self._shared.setdefault(place, Shared(self.hessian.at(place)))
 
 
-def prepare(
-    H: Array, *, damping: float = 0.0, like: Array | None = None, samples: int | None = None
-) -> PreparedHessian:
+def prepare(H: Array, *, damping: float = 0.0, like: Array | None = None, samples: int | None = None) -> PreparedHessian:
     """Check H once, for any number of solves and audits that share what is computed from it.
 
     Args:

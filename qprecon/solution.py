@@ -16,6 +16,7 @@ from .errors import NotOptimalError
 from .problem.column_qp import ColumnQP
 from .proof.notices import at_the_floor, fitted_to_rounding, no_lower_bound
 from .proof.passes import bounds_that_hold
+from .proof.remedies import Circumstances, advice
 from .status import Status
 from .wording import counted
 
@@ -179,11 +180,11 @@ class Solution:
             start, end = float(self.baseline_objective.sum()), float(self.objective.sum())
             if self.problem is not None and self.problem.constant_K is not None:  # a squared error, but for its rounding
                 end = max(end, 0.0)
-            if start > 0:
-                lines.append(f"objective {start:.4g} -> {end:.4g} ({end / start:.3f} of the masked weights')")
-        for status, count in self.counts().items():
-            if status is not Status.OPTIMAL:
-                lines.append(f"{count} {status.name}: {status.value}")
+            if np.isfinite(end - start) and (start > 0 or self._can_be_negative()):
+                ratio = "" if self._can_be_negative() else f" ({end / start:.3f} of the masked weights')"
+                lines.append(f"objective {start:.4g} -> {end:.4g}{ratio}")
+        solve = Circumstances(self.provenance.backend, self.provenance.dtype, self.problem)
+        lines += advice(solve, self.status, self.relative_gap)
         lines += [f"notice: {notice}" for notice in self.notices]
         if over := self.provenance.automatic.get("time_limit"):
             lines.append(f"time limit: {over}")
@@ -196,12 +197,16 @@ class Solution:
 
     def _cost(self) -> np.ndarray:
         """What a relative gap is relative to but for its floor, (K,): the least that the optimum can cost, or what was gained."""
-        if self.problem is None or self.problem.rhs_NK is None or self.problem.constant_K is not None:
-            least_K, most_K = self.gap_bound, self.objective
-        else:
+        if self._can_be_negative():
             least_K, most_K = self.objective, self.baseline_objective
+        else:
+            least_K, most_K = self.gap_bound, self.objective
         with np.errstate(invalid="ignore"):  # of columns that are beyond float64, as their status says
             return most_K - least_K
+
+    def _can_be_negative(self) -> bool:
+        """Whether f has no natural zero: an explicit rhs without its constant."""
+        return self.problem is not None and self.problem.rhs_NK is not None and self.problem.constant_K is None
 
     def raise_for_status(self) -> Solution:
         """Return self, or raise ``NotOptimalError`` if a column is not certified to ``tol``."""

@@ -180,6 +180,7 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
     name = next(iter(options), None)
     if name is None:
         return
+    _refuse_device(options)
     if hint := did_you_mean(name, _COMMON, least=_MISSPELT):  # told before libraries are imported for a look
         raise ValueError(f"unknown option {name!r}{hint}")
     owned = {record.name: option_names(_kind(importlib.import_module(record.target))) for record in BUILT_IN if record.installed}
@@ -189,6 +190,12 @@ def refuse_options_of_auto(options: Iterable[str]) -> None:
         )
     hint = did_you_mean(name, [*_COMMON, *itertools.chain(*owned.values())], ": no built-in backend that is installed has it")
     raise ValueError(f"unknown option {name!r}{hint}")
+
+
+def _refuse_device(options: Iterable[str]) -> None:
+    """ValueError for a device, which other libraries are told by a word."""
+    if "device" in options:
+        raise ValueError("there is no option 'device', as arrays choose it: give H, W and mask on it (in torch, H.to('cuda'))")
 
 
 def _kind(module: Any) -> type | None:
@@ -223,6 +230,8 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
     if not callable(getattr(module, "prepare", None)):
         raise BackendBrokenError(f"backend {record.name!r}: module {record.target} has no function prepare(system, options)")
+    if "device" not in option_names(_kind(module)):
+        _refuse_device(options)
     made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
     return Loaded(record, module.prepare, made, per_column)

@@ -10,9 +10,10 @@ import numpy as np
 
 from ..arrays.checksum import sampled_bits
 from ..arrays.halves import has_fast_halves, is_definite
-from ..arrays.interop import Array, Place, cast, dtype_name, from_core, kind_of, namespace, to_core, to_numpy
+from ..arrays.interop import Array, Place, cast, describe_device, dtype_name, from_core, kind_of, namespace, to_core, to_numpy
 from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
 from ..contract.options import as_number, is_whole
+from ..wording import counted
 
 ENTRY = 192.0
 """What is assumed of an H that was summed in float32: some multiple (1 − θ)XᵀX of the Gram matrix differs from H by at most
@@ -109,6 +110,12 @@ class Hessian:
             return (_ZERO,)
         return () if self.damping == 0.0 or self.is_gram else (_NOT_SEMIDEFINITE,)
 
+    def described(self) -> str:
+        """Its size, its damping and where it is, in a line."""
+        rows = "" if self.samples is None else f", {counted(self.samples, 'sample')}"
+        where = f"{dtype_name(self.hessian_NN)} on {describe_device(self.hessian_NN)}"
+        return f"{counted(self.n_inputs, 'input')}, damping {self.damping:g}{rows}, {where}"
+
     def at(self, place: Place) -> Hessian:
         """The same where problems of another array library or device are solved; itself if that is here."""
         return self if place == self.place else replace(self, hessian_NN=from_core(self.hessian_NN, self.place), place=place)
@@ -145,6 +152,8 @@ def _mean(x_N: np.ndarray) -> float:
 
 def floating(x: Any, place: Place, name: str) -> Array:
     """An argument as a core array of floats; ValueError, naming it, if it holds no real numbers or is sparse."""
+    if hasattr(x, "weights") and not hasattr(x, "dtype"):  # a Solution, or weights on a grid
+        raise ValueError(f"{name} must be an array, got a {type(x).__name__}: give its weights, {type(x).__name__.lower()}.weights")
     x = to_core(x, place, name)
     kind = dtype_name(x)
     if kind in _FLOATS:

@@ -101,7 +101,8 @@ def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:
     if mean < float(np.finfo(dtype).tiny):
         raise ValueError(f"H is too small for {dtype}: its mean diagonal is about {mean:.1e}; scale it up")
     if kind == "none" and not diagonal_N.max(initial=0.0) < float(np.finfo(dtype).max):
-        raise ValueError(f"H is too large for {dtype}, and this backend takes it unscaled; scale it down or use dtype='float64'")
+        wider = "" if dtype == "float64" else " or use dtype='float64'"
+        raise ValueError(f"H is too large for {dtype}, and this backend takes it unscaled; scale it down{wider}")
     input_N = np.ones_like(diagonal_N)
     if kind == "jacobi":
         input_N = 1.0 / power_of_two(np.sqrt(diagonal_N / mean))

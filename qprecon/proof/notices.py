@@ -68,5 +68,5 @@ def fitted_to_rounding(problem: ColumnQP, columns: np.ndarray) -> tuple[str, ...
         f"{least}{doubtful} of {counted(len(columns), 'certified column')} may follow H's own rounding: H was summed "
         "in float32, and is "
         "singular to that accuracy among the inputs that they keep, as with fewer tokens than kept inputs. The certificates hold "
-        "for H as given: add damping, e.g. 0.01, or tokens",
+        f"for H as given: add {'more damping' if hessian.damping > 0.0 else 'damping, e.g. 0.01,'} or tokens",
     )

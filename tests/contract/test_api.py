@@ -91,6 +91,21 @@ def test_the_summary_says_where_a_gap_is_relative_to_the_floor(form: str) -> Non
     assert ("3 columns: gap relative to 1e-06 of the start's objective, as their optima cost" in found) == (form != "rhs"), found
 
 
+def test_the_summary_has_no_ratio_where_objectives_can_be_negative() -> None:
+    arguments = {name: np.asarray(array, dtype=np.float64) for name, array in given().items() if name in ("H", "W", "mask")}
+    rhs = arguments["H"] @ arguments["W"]
+    constant = (arguments["W"] * rhs).sum(0) * 1.01
+    assert "of the masked weights')" in qprecon.solve(**arguments).summary()
+    assert "of the masked weights')" in qprecon.solve(**arguments, rhs=rhs, constant=constant).summary()
+    assert "objective " in (said := qprecon.solve(**arguments, rhs=rhs).summary()) and "of the masked" not in said
+
+
+def test_a_prepared_hessian_says_what_it_is() -> None:
+    H = np.eye(6, dtype=np.float32)
+    assert repr(qprecon.prepare(H)) == "PreparedHessian(6 inputs, damping 0, float32 on cpu)"
+    assert repr(qprecon.prepare(H, damping=0.01, samples=50)).startswith("PreparedHessian(6 inputs, damping 0.01, 50 samples, ")
+
+
 def test_solution_that_is_not_optimal() -> None:
     """raise_for_status raises with the summary, which names the status, its count and its remedy."""
     solution = qprecon.solve(**FAMILIES["kappa_1e8"].build().arguments(), backend="pcg", max_iterations=1)

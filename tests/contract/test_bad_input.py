@@ -54,6 +54,10 @@ BAD = [
     ("lower > upper", {"lower": 1.0, "upper": 0.5}, ValueError, r"^lower > upper at input 0, column 0"),
     ("lower of inf", {"lower": np.inf}, ValueError, r"^lower is \+?inf"),
     ("upper of -inf", {"upper": -np.inf}, ValueError, r"^upper is -inf"),
+    ("a solution as warm_start", {"warm_start": qprecon.solve(H, W, MASK)}, ValueError,
+     r"^warm_start must be an array, got a Solution: give its weights, solution\.weights$"),
+    ("device", {"device": "cuda"}, ValueError, r"^there is no option 'device', as arrays choose it"),
+    ("device of a backend", {"backend": "pcg", "device": "cuda"}, ValueError, r"^there is no option 'device', as arrays choose it"),
     ("warm_start of other shape", {"warm_start": np.ones((2, 2))}, ValueError, r"^warm_start has shape \(2, 2\)"),
     *[
         (f"warm_start of {x}", {"warm_start": np.array([[0, 0], [0, x], [x, 0]])}, ValueError, f"^warm_start is {x} at input 2")
