@@ -64,9 +64,10 @@ def fitted_to_rounding(problem: ColumnQP, columns: np.ndarray) -> tuple[str, ...
     if not doubtful:
         return ()
     least = "at least " if budget < 0 else ""
+    more = "more damping" if hessian.damping > 0.0 else "damping"
     return (
         f"{least}{doubtful} of {counted(len(columns), 'certified column')} may follow H's own rounding: H was summed "
         "in float32, and is "
         "singular to that accuracy among the inputs that they keep, as with fewer tokens than kept inputs. The certificates hold "
-        f"for H as given: add {'more damping' if hessian.damping > 0.0 else 'damping, e.g. 0.01,'} or tokens",
+        f"for H as given: add {more}, e.g. 0.01, or tokens",
     )

@@ -94,6 +94,15 @@ def test_an_indefinite_h_with_damping_is_told_to_take_more():
             qprecon.solve(np.array([[1.0, 2], [2, 1]]), np.ones((2, 1)), np.ones((2, 1)), damping=damping)
 
 
+def test_weights_that_follow_the_rounding_of_h_ask_for_more_than_there_is():
+    """20 tokens for some 24 kept inputs, and a damping below what float32 sums are known to."""
+    rng = np.random.default_rng(0)
+    x_TN = rng.standard_normal((20, 32)).astype(np.float32)
+    weights, mask = rng.standard_normal((32, 4)).astype(np.float32), rng.random((32, 4)) < 0.75
+    solution = qprecon.solve(x_TN.T @ x_TN, weights, mask, "cholesky", damping=1e-7, tol=0.5, dtype="float64")
+    assert solution.notices[0].endswith("The certificates hold for H as given: add more damping, e.g. 0.01, or tokens")
+
+
 def test_an_h_beyond_float64_is_not_told_to_take_float64():
     with pytest.raises(ValueError, match="too large for float32.* or use dtype='float64'$"):
         layer_scaling("none", qprecon.prepare(1e39 * np.eye(2)).hessian, "float32")
