@@ -68,7 +68,7 @@ def _layer(path: pathlib.Path) -> str:
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
     if first in ("torch", "jax"):
         return "functions"
-    if first in ("grids", "proof") and path.name == "kernels.py":
+    if first in ("arrays", "grids", "proof") and path.name == "kernels.py":
         return "kernels"
     return {"llm": "llm", "backends": "backends", "cli": "cli", "page": "cli", "demo": "cli", "__main__": "cli"}.get(first, "core")
 
@@ -85,7 +85,7 @@ def test_import_direction(path: pathlib.Path) -> None:
             case "kernels":  # of Triton; the core loads them where it has found a GPU
                 assert not _is(name, "qprecon"), name
             case "core":
-                assert not (top and _is(name, "qprecon.grids.kernels", "qprecon.proof.kernels")), name
+                assert not (top and _is(name, *(f"qprecon.{room}.kernels" for room in ("arrays", "grids", "proof")))), name
                 assert not _is(name, "qprecon.backends", "qprecon.cli", "qprecon.demo", "qprecon.page", "qprecon.llm"), name
                 assert not (top and name.split(".")[0] in HEAVY), name
                 assert not _is(name, "transformers", "mpax", "cvxpy", "osqp", "qprecon.torch", "qprecon.jax"), name
