@@ -9,6 +9,7 @@ OSQP releases the interpreter lock while it solves, so threads share H and are s
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -62,14 +63,15 @@ def prepare(system: System, options: Options) -> SolveChunk:
         k = chunk.start_NK.shape[1]
         workers = min(k, options.workers or max(1, min(_usable_cores(), k // 8)))
         while len(solvers) < workers:
-            solvers.append(_set_up(upper_NN, options))
+            solvers.append(_set_up(upper_NN))
         out = RawColumns(chunk.start_NK.copy(), np.full(k, "time_limit", dtype=object), np.zeros(k, dtype=np.int64))
         columns, lock = iter(range(k)), threading.Lock()
         if workers == 1:
-            _work(solvers[0], chunk, columns, lock, out)
+            _work(solvers[0], chunk, columns, lock, out, options.polishing)
         else:
             with ThreadPoolExecutor(workers) as pool:
-                for job in [pool.submit(_work, solver, chunk, columns, lock, out) for solver in solvers[:workers]]:
+                work = functools.partial(pool.submit, _work, polishing=options.polishing)
+                for job in [work(solver, chunk, columns, lock, out) for solver in solvers[:workers]]:
                     job.result()
         return out
 
@@ -85,17 +87,17 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _set_up(upper_NN: Any, options: Options) -> osqp.OSQP:
+def _set_up(upper_NN: Any) -> osqp.OSQP:
     """The core scales already, so OSQP's own scaling is off: its residuals are those of the problem given."""
     n = upper_NN.shape[0]
     zero_N = np.zeros(n)
     solver = osqp.OSQP()
     identity_NN = sparse.identity(n, format="csc")
-    solver.setup(upper_NN, zero_N, identity_NN, zero_N, zero_N, verbose=False, scaling=0, rho=_RHO, polishing=options.polishing)
+    solver.setup(upper_NN, zero_N, identity_NN, zero_N, zero_N, verbose=False, scaling=0, rho=_RHO, polishing=False)
     return solver
 
 
-def _work(solver: osqp.OSQP, chunk: Chunk, columns: Any, lock: Any, out: RawColumns) -> None:
+def _work(solver: osqp.OSQP, chunk: Chunk, columns: Any, lock: Any, out: RawColumns, polishing: bool) -> None:
     """Take columns until none are left or time is up; every worker writes columns of its own."""
     # residuals of the normalised problem: well below the gap wanted, which is of second order in them only where κ allows
     accuracy = max(0.1 * chunk.tolerance, 1e-10)
@@ -117,10 +119,28 @@ def _work(solver: osqp.OSQP, chunk: Chunk, columns: Any, lock: Any, out: RawColu
         result = solver.solve(raise_error=False)
         out.reported_status[j] = _WORDS.get(result.info.status_val, result.info.status)
         out.iterations[j] = result.info.iter
+        if polishing and result.info.status_val == osqp.SolverStatus.OSQP_SOLVED and _is_active(result, lower_N, upper_N):
+            result = _polished(solver)
+            out.iterations[j] += result.info.iter
         if result.info.rho_updates:  # what one column taught is not the next one's, which may be another thread's or solve's
             solver.update_settings(rho=_RHO)
         if result.x is not None and np.isfinite(result.x).all():
             out.weights_NK[:, j] += np.clip(result.x, lower_N, upper_N)
+
+
+def _is_active(result: Any, lower_N: np.ndarray, upper_N: np.ndarray) -> bool:
+    """Whether some constraint is active by OSQP's own rule. Without one there is nothing to polish, which OSQP would print."""
+    x_N, y_N = result.x, result.y
+    return bool(((x_N - lower_N < -y_N) | (upper_N - x_N < y_N)).any())
+
+
+def _polished(solver: osqp.OSQP) -> Any:
+    """The answer once more, from where the solver is, with polishing."""
+    solver.update_settings(polishing=True)
+    try:
+        return solver.solve(raise_error=False)
+    finally:
+        solver.update_settings(polishing=False)
 
 
 def _bounds(chunk: Chunk, j: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,20 @@ def test_bounds():
     check_bounds("osqp")
 
 
+@pytest.mark.parametrize("bound", [np.inf, 1e6])
+@pytest.mark.parametrize("pruned", [0, 1])
+def test_nothing_is_printed(bound, pruned, capfd):
+    """OSQP prints where it finds no active constraint to polish with: nothing is pruned, and no bound holds."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((20, 5))
+    h, w, mask = x.T @ x, rng.standard_normal((5, 4)), np.ones((5, 4), dtype=bool)
+    mask[:pruned, 0] = False
+    rhs = h @ rng.standard_normal((5, 4))
+    solution = qprecon.solve(h, w, mask, backend="osqp", rhs=rhs, lower=-bound, upper=bound, tol=1e-6)
+    np.testing.assert_allclose(solution.weights[:, 1:], np.linalg.solve(h, rhs)[:, 1:], rtol=1e-3)
+    assert (solution.relative_gap <= 1e-6).all() and capfd.readouterr() == ("", "")
+
+
 def test_workers_change_nothing():
     h, w, mask = problem(k=9)
     one, three = (qprecon.solve(h, w, mask, backend="osqp", damping=0.01, workers=workers) for workers in (1, 3))
