@@ -9,7 +9,6 @@ OSQP releases the interpreter lock while it solves, so threads share H and are s
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -70,8 +69,8 @@ def prepare(system: System, options: Options) -> SolveChunk:
             _work(solvers[0], chunk, columns, lock, out, options.polishing)
         else:
             with ThreadPoolExecutor(workers) as pool:
-                work = functools.partial(pool.submit, _work, polishing=options.polishing)
-                for job in [work(solver, chunk, columns, lock, out) for solver in solvers[:workers]]:
+                jobs = [pool.submit(_work, solver, chunk, columns, lock, out, options.polishing) for solver in solvers[:workers]]
+                for job in jobs:
                     job.result()
         return out
 

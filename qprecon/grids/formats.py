@@ -95,7 +95,8 @@ class Grid:
         if self.group_size is None:
             return 1
         if n % self.group_size:
-            fits = next((f"{size} does, and " for size in range(min(self.group_size, n), 1, -1) if n % size == 0), "")
+            size = largest_group(n, self.group_size)
+            fits = f"{size} does, and " if size else ""
             others = f": {fits}group_size=None, one scale a column, always fits" if self.scale == "dtype" else ""
             raise ValueError(f"{self.name} in groups of {self.group_size}: that does not divide {counted(n, 'input')}{others}")
         return n // self.group_size
@@ -255,6 +256,11 @@ class Rows:
         """Some rows, chosen by a slice or by their numbers."""
         scale_BK, zero_BK = (None if each is None else each[some] for each in (self.scale_BK, self.zero_BK))
         return Rows(self.grid, scale_BK, zero_BK)
+
+
+def largest_group(n: int, most: int) -> int | None:
+    """The largest number from 2 to ``most`` that divides n, if there is one."""
+    return next((size for size in range(min(most, n), 1, -1) if n % size == 0), None)
 
 
 def round_to_dtype(x: Array, name: str) -> Array:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLS = 32, 64
+ROWS, COLS = 32, 64  # a tile
 _VARIED = {"do_not_specialize": ["n", "steps"]}  # else compiled anew where one is 1, or divisible by 16
 _STEPS, _BUSY = 8, 1056  # tiles of a strip at most; programs from which on a GPU is busy
 
@@ -76,10 +76,10 @@ def differences(
     w_NK: torch.Tensor, new_NK: torch.Tensor, root_N: torch.Tensor, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """w − ŵ, (N, K) of that dtype, and Σ √A_ii |w_i − ŵ_i|, (K,) float64."""
-    grid, steps, (n, k) = _strips(w_NK)
+    grid, steps, (n, k) = strips(w_NK)
     back_NK, mass_PK = root_N.new_empty(n, k, dtype=dtype), root_N.new_empty(grid[0], k)
     with torch.cuda.device(w_NK.device):
-        _back[grid](w_NK, new_NK, root_N, back_NK, mass_PK, n, k, *w_NK.stride(), *new_NK.stride(), steps, _ROWS, _COLS)
+        _back[grid](w_NK, new_NK, root_N, back_NK, mass_PK, n, k, *w_NK.stride(), *new_NK.stride(), steps, ROWS, COLS)
     return back_NK, mass_PK.sum(0)
 
 
@@ -92,19 +92,20 @@ def residuals(
 
     ``out_NK`` becomes ρ·scale, and the product becomes ρ, 0 on pruned entries.
     """
-    grid, steps, (n, k) = _strips(product_NK)
+    grid, steps, (n, k) = strips(product_NK)
     found_4PK = root_N.new_empty(4, grid[0], k)
     numbers = torch.tensor([ridge, scale], dtype=torch.float64).to(root_N.device, non_blocking=True)  # Triton would take float32
     with torch.cuda.device(product_NK.device):
         _residual[grid](
             product_NK, back_NK, new_NK, mask_NK, root_N, out_NK, found_4PK, n, k, *new_NK.stride(), *mask_NK.stride(),
-            *out_NK.stride(), steps, numbers, _ROWS, _COLS,
+            *out_NK.stride(), steps, numbers, ROWS, COLS,
         )  # fmt: skip
     return found_4PK[0].sum(0), *found_4PK[1:].amax(1)
 
 
-def _strips(like_NK: torch.Tensor) -> tuple[tuple[int, int], int, tuple[int, int]]:
+def strips(like_NK: torch.Tensor) -> tuple[tuple[int, int], int, tuple[int, int]]:
+    """The grid of programs, how many tiles each goes down, and the shape."""
     n, k = like_NK.shape
-    tiles, across = triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS)
+    tiles, across = triton.cdiv(n, ROWS), triton.cdiv(k, COLS)
     steps = max(1, min(_STEPS, tiles * across // _BUSY))
     return (triton.cdiv(tiles, steps), across), steps, (n, k)

@@ -24,7 +24,7 @@ from ...arrays.linalg import fitting_threads, identity, lower_inverses
 from .factor import Factor
 
 _OVERSAMPLING = 8
-_HOST_CORE = 160  # rows of a matrix whose eigenvectors the host finds sooner than a GPU: 1.3 ms for 136 of them
+_HOST_CORE = 160  # rows of a matrix whose eigenvectors the host finds sooner than a GPU
 _BLOCKS_FROM, _LEAF = 128, 32
 """Rows from which matrices on a GPU are inverted block by block, and of the blocks that are solved with. 2048 of 128 rows took an
 H200 2.8 ms so, with their Cholesky factors, and 6.2 by the library; 8192 of 64 rows 2.9 either way."""
@@ -100,11 +100,10 @@ def _mixing(core_rr: Array, rank: int, noise: float) -> tuple[Array, float]:
     small core is taken apart by the host, as on a GPU that is a hundred kernels, and by one thread: with 16 torch took 6 ms for 40
     rows, and with 32 numpy took 66 ms for the four of a block and held up what came after.
     """
-    where, on_gpu = core_rr, device_type(core_rr) == "cuda"
-    if on_gpu and len(core_rr) <= _HOST_CORE:
-        core_rr = to_numpy(core_rr)
+    where, to_host = core_rr, device_type(core_rr) == "cuda" and len(core_rr) <= _HOST_CORE
+    core_rr = to_numpy(core_rr) if to_host else core_rr
     xp = namespace(core_rr)
-    with fitting_threads(len(core_rr), 1, "numpy") if on_gpu and xp is np else nullcontext():
+    with fitting_threads(len(core_rr), 1, "numpy") if to_host else nullcontext():
         values_r, vectors_rr = xp.linalg.eigh(core_rr)
     keep = slice(max(0, len(values_r) - rank), None)
     top = max(float(values_r[-1]), 0.0)

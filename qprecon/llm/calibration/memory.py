@@ -121,8 +121,7 @@ def there_or_on_host(device: torch.device, work: Callable[[torch.device], Result
 
 
 _PASS = 2**25
-"""Numbers in the hidden state of one forward pass on a GPU. With half as many, in the 8B shape two windows, the host took longer to
-start a block's operations than an H200 to do them."""
+"""Numbers in the hidden state of one forward pass on a GPU, in the 8B shape four windows. With fewer, more kernels are started."""
 _MORE_OR_LESS = 1.6  # by this factor at most, so that all passes are of one size
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from qprecon.grids import Grid, find_grid
+from qprecon.grids.formats import largest_group
 from qprecon.llm.lowbit.experts import as_written, written_elsewhere, written_one_by_one
 from qprecon.llm.lowbit.trial import needs_unpacking, reads_experts
 from qprecon.llm.model.blocks import find_blocks, is_conv1d
@@ -55,8 +56,8 @@ def _sizes_that_fit(size: int, views: Sequence[LinearView]) -> str:
     """Group sizes that divide the inputs of all layers, usual ones first, and one scale a column, which always fits."""
     common = math.gcd(*(view.n_inputs for view in views))
     fits = sorted(sorted((each for each in _USUAL if common % each == 0), key=lambda each: abs(each - size))[:3])
-    if not fits:
-        fits = [each for each in range(min(size, common), 1, -1) if common % each == 0][:1]
+    if not fits and (largest := largest_group(common, size)):
+        fits = [largest]
     if not fits:
         return "group_size=0 (one scale a column) fits all layers"
     return f"group_size={' or '.join(map(str, fits))} fits all layers, and so does 0 (one scale a column)"

@@ -75,6 +75,11 @@ class Rebuilt:
     adapters: Sequence[Adapter]
     rounding_seconds: float
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters make up for a part of the weights."""
+        return self.asked_NK is not self.dense_NK
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -115,8 +120,7 @@ def draft_rows(
 ) -> list[Draft]:
     """A draft for each part of a group. stored_NK: what its layers hold, (N, K); zeros_before: a number each."""
     mask_NK, solution, stored = rebuilt.mask_NK, rebuilt.solution, rebuilt.stored
-    adapted = rebuilt.asked_NK is not rebuilt.dense_NK
-    narrow = all(part.view.dtype == torch.bfloat16 for part in parts) and not adapted
+    narrow = all(part.view.dtype == torch.bfloat16 for part in parts) and not rebuilt.is_adapted
     figures_7K = _figures(Energy(prepared.hessian.hessian_NN), prepared.ridge, rebuilt, stored_NK, method, narrow)
     drafts, first = [], 0
     for part, remark, before in zip(parts, remarks, zeros_before, strict=True):
@@ -125,7 +129,7 @@ def draft_rows(
         facts["stored_costs"] = stored.costs(columns)
         if stored.fitted is not None:
             facts["bits"] = stored.fitted.grid.bits_per_weight(part.view.n_inputs)
-        if adapted:
+        if rebuilt.is_adapted:
             facts["rank"] = min(method.adapter_rank, part.view.n_inputs, part.view.n_outputs)
         if method.mask == "given":
             facts["pattern"] = "given"  # it is taken as it is, whatever pattern was asked for
@@ -245,9 +249,11 @@ def _figures(
         new_K = undamped(solution.objective, moved_K)
     if unchanged:
         stored_K = new_K
+    elif changed:
+        stored_K = (new_K + added_K).clamp(min=0)
     else:
-        stored_K = (new_K + added_K).clamp(min=0) if changed else energy(stored_NK - dense_NK)
-    if rebuilt.asked_NK is not dense_NK:  # beside adapters, which make up for the rest
+        stored_K = energy(stored_NK - dense_NK)
+    if rebuilt.is_adapted:  # beside adapters, which make up for the rest
         dense_K, masked_K = energy(rebuilt.asked_NK), energy(rebuilt.asked_NK * ~mask_NK)
     rows = (dense_K.clamp(min=0), masked_K, new_K, stored_K, zeros_K, kept_K, finite_K == len(stored_NK))
     return torch.stack([row.double() for row in rows])

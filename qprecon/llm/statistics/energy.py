@@ -41,8 +41,8 @@ class Energy:
         small, the stored weights' own energy is far more exact so than as a product of its own.
         """
         parts = []
-        for columns in (slice(first, first + _PANEL) for first in range(0, max(dense_NK.shape[1], 1), _PANEL)):
-            dense, mask, new, stored = (x_NK[:, columns] for x_NK in (dense_NK, mask_NK, new_NK, stored_NK))
+        panels = (x_NK.split(_PANEL, dim=1) for x_NK in (dense_NK, mask_NK, new_NK, stored_NK))
+        for dense, mask, new, stored in zip(*panels, strict=True):
             products = self._product(dense, narrow), self._product_of_change(stored, new) if changed else None
             parts.append(_sums(dense, mask, new, stored, *products))
         return torch.cat(parts, 1)

@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLS, _STEPS = 32, 64, 8  # a tile, and tiles that one program goes down at most
-_BUSY = 1056  # programs from which on a GPU is busy
-SUMS = 7
+from qprecon.proof.kernels import COLS, ROWS, strips
 
 
 @triton.jit(do_not_specialize=["n", "steps"])  # else compiled anew where one is 1, or divisible by 16
@@ -53,15 +51,12 @@ def column_sums(
 ) -> torch.Tensor:  # fmt: skip
     """Of each column, (7, K) float64: denseᵀ(H·dense), (new + stored − 2 dense)ᵀ(H·change) or 0, ‖pruned weights‖², ‖new − dense‖²,
     how many stored weights are zero, how many are kept, and how many stored weights are finite. The products in C order."""
-    n, k = dense_NK.shape
-    tiles, across = triton.cdiv(n, _ROWS), triton.cdiv(k, _COLS)
-    steps = max(1, min(_STEPS, tiles * across // _BUSY))
-    parts = triton.cdiv(tiles, steps)
-    out_7PK = torch.empty(SUMS, parts, k, dtype=torch.float64, device=dense_NK.device)
+    grid, steps, (n, k) = strips(dense_NK)
+    out_7PK = torch.empty(7, grid[0], k, dtype=torch.float64, device=dense_NK.device)
     changed = of_change_NK is not None
     with torch.cuda.device(dense_NK.device):
-        _column_sums[(parts, across)](
+        _column_sums[grid](
             dense_NK, mask_NK, new_NK, stored_NK, of_dense_NK, of_change_NK if changed else of_dense_NK, out_7PK, n, k,
-            *dense_NK.stride(), *mask_NK.stride(), *new_NK.stride(), *stored_NK.stride(), steps, changed, _ROWS, _COLS,
+            *dense_NK.stride(), *mask_NK.stride(), *new_NK.stride(), *stored_NK.stride(), steps, changed, ROWS, COLS,
         )  # fmt: skip
     return out_7PK.sum(1)

@@ -9,8 +9,8 @@ import torch
 SIXTEEN = (torch.bfloat16, torch.float16)
 DEVICES = ("cuda",)
 LEAST, WIDTH = 2**20, 2048
-"""Numbers, and those of a token: with fewer, memory is not what takes the time. The first run compiles for a second or more, and a
-narrow model would save less than that: in the 8B shape, with 4096, it is 36 ms a block for rotations and 8 for gates."""
+"""Numbers, and those of a token: with fewer, memory is not what takes the time. A machine's first run compiles the kernels, and
+a narrow model would save little: in the 8B shape, with 4096, it is 45 ms of a block (docs/performance.md)."""
 
 
 def fit(*tensors: Any) -> bool:
