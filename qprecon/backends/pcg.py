@@ -17,7 +17,7 @@ from ..arrays.linalg import column_dots
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._pcg import precondition as precondition
 from ._pcg import samples as sample_space
-from ._pcg.factor import Factor, FactorInPieces
+from ._pcg.factor import Factor, FactorInHalves
 from ._pcg.product import Full, Narrow, chosen_precision, product
 from ._pcg.recorded import recorded
 from ._pcg.state import State, leave_finished
@@ -27,14 +27,14 @@ _CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error es
 _DEFAULT_LIMIT = 1000
 _ALIGNMENT = 64  # columns
 _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
-"""A smaller tolerance takes the bfloat16 product a second round, from a new residual. Up to so many inputs, where an iteration is
+"""A smaller tolerance takes the float16 product a second round, from a new residual. Up to so many inputs, where an iteration is
 mostly launches, the full product gets there in one: 18 iterations at 1024 inputs and tol=1e-6 (an H200, backends_gpu.json)."""
 _FULL_WORK = 2.0**30
-"""N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the pieces. On an
-H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces (layer_phases_tried.json)."""
+"""N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the halves. On an
+H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces of then (layer_phases_tried.json)."""
 _FEW, _FEW_LEFT = 64, "few left"
 """When so few columns are left for a second time, they go on alone: a wide iteration costs the same for all, and the columns that
-take long are as a rule those that the rounding of the pieces holds up. In the 8B shape's second block one chunk of 2048 columns
+take long are as a rule those that the rounding of the halves holds up. In the 8B shape's second block one chunk of 2048 columns
 took 150 iterations for a column that then broke down, the other one 21 (an H200)."""
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
@@ -42,7 +42,7 @@ over from an earlier round and done in six. Beside many columns the GPU is still
 _LEFT_ALONE = {"cpu": (0.5, 0), "cuda": (0.25, 2**24)}
 """Once this share of the columns of a chunk of so many numbers goes on, it does so without the others. On a GPU a few columns are
 copied in less than an iteration, and small iterations wait for their launches anyway."""
-_PATIENCE = 60  # iterations in pieces without progress of the worst column: its residual is to be made anew
+_PATIENCE = 60  # iterations in halves without progress of the worst column: its residual is to be made anew
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Options:
             (`_pcg/samples.py`) where H is known to have few of them.
         rank: r of dc; None chooses it from N and the device.
         power_steps: subspace iterations of its sketch.
-        precision: "full", "bf16" (H = FFᵀ + E with E·P in bfloat16; float32 data on CUDA), or "auto".
+        precision: "full", "fp16" (H = FFᵀ + E with E·P in float16; float32 data on CUDA), or "auto".
     """
 
     preconditioner: str = "auto"
@@ -65,8 +65,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.preconditioner not in ("auto", "dc", "jacobi"):
             raise ValueError(f"preconditioner must be 'auto', 'dc' or 'jacobi', got {self.preconditioner!r}")
-        if self.precision not in ("auto", "full", "bf16"):
-            raise ValueError(f"precision must be 'auto', 'full' or 'bf16', got {self.precision!r}")
+        if self.precision not in ("auto", "full", "fp16"):
+            raise ValueError(f"precision must be 'auto', 'full' or 'fp16', got {self.precision!r}")
         if self.rank is not None and not self.rank >= 1:
             raise ValueError(f"rank must be at least 1, got {self.rank!r}")
         if not self.power_steps >= 0:
@@ -112,7 +112,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
             found = sample_space.solve(system.hessian_NN, space(), chunk)
             if found is not None and found.reported_status != sample_space.STALLED:
                 return found
-        multiply, tall = multiplying(precision), FactorInPieces if precision == "bf16" else Factor
+        multiply, tall = multiplying(precision), FactorInHalves if precision == "fp16" else Factor
         columns, chunk = chunk.start_NK.shape[1], _padded(chunk)
         apply = precondition.for_columns(shared, chunk.mask_NK, tall) if shared else precondition.jacobi(system.hessian_NN)
         raw = _solve(multiply, apply, chunk, extras)
@@ -125,7 +125,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
 
 
 def _full_is_quicker(n: int, k: int, tolerance: float) -> bool:
-    """On a GPU, than the product in pieces. A few columns are as a rule left for another round, which asks for more digits."""
+    """On a GPU, than the product in halves. A few columns are as a rule left for another round, which asks for more digits."""
     return n * n * k <= _FULL_WORK or k <= _ALIGNMENT or (tolerance < _LOW_REACHES and n <= _FULL_UP_TO)
 
 
@@ -145,13 +145,13 @@ def _again(
 ) -> RawColumns:
     """The columns with these words go on alone, with the full product and from a residual made anew by it.
 
-    "few_columns": in float64 but for the product, if they are few indeed and in float32; many only after the product in pieces.
+    "few_columns": in float64 but for the product, if they are few indeed and in float32; many only after the product in halves.
     "jacobi_columns": with the diagonal alone for a preconditioner, which is positive whatever the rounding.
     """
     chosen = np.flatnonzero(np.logical_or.reduce([raw.reported_status == word for word in words]))
     jacobi = kind == "jacobi_columns"
     wide = not jacobi and len(chosen) <= _FEW and dtype_name(chunk.start_NK) == "float32"
-    if not len(chosen) or not (jacobi or wide or raw.extras["precision"] == "bf16"):
+    if not len(chosen) or not (jacobi or wide or raw.extras["precision"] == "fp16"):
         return raw
     most = chunk.max_iterations
     most = None if most is None else max(1, most - int(raw.iterations[chosen].max()))

@@ -12,7 +12,7 @@ from qprecon.backends._pcg.vectors import Plain
 
 
 class _Rough:
-    """The product, wrong in some columns by a share of their numbers, as pieces may be; the widths it was taken for."""
+    """The product, wrong in some columns by a share of their numbers, as halves may be; the widths it was taken for."""
 
     def __init__(self, hessian_NN, wrong, share, widths):
         self.hessian_NN, self.widths, self.factors_N1 = hessian_NN, widths, torch.ones(len(hessian_NN), len(wrong))
@@ -33,8 +33,8 @@ def rough(monkeypatch):
     def given(wrong, share):
         widths: list[int] = []
         monkeypatch.setattr(pcg, "device_type", lambda x: "cuda")
-        monkeypatch.setattr(pcg, "chosen_precision", lambda *given: "bf16")
-        monkeypatch.setattr(pcg, "FactorInPieces", Factor)
+        monkeypatch.setattr(pcg, "chosen_precision", lambda *given: "fp16")
+        monkeypatch.setattr(pcg, "FactorInHalves", Factor)
         monkeypatch.setattr(pcg, "_FULL_WORK", 0.0)
         monkeypatch.setattr(pcg, "_FULL_UP_TO", 0)
         monkeypatch.setattr(Plain, "is_rough", True)

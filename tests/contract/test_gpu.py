@@ -1,4 +1,4 @@
-"""What only a GPU shows of the core: fused kernels, bfloat16 products, transposed views, chunks, float64."""
+"""What only a GPU shows of the core: fused kernels, float16 products, transposed views, chunks, float64."""
 
 import numpy as np
 import pytest
@@ -30,17 +30,17 @@ def _same_optimum(solution, h_NN, w_NK, mask_NK, **more):
 @pytest.mark.parametrize("width", [1, 7, 64, 200])
 def test_pcg_at_odd_widths(width):
     h_NN, w_NK, mask_NK = _problem(k=width)
-    for precision, expected in (("bf16", "bf16"), ("auto", "full")):  # a layer this small is mostly launches
+    for precision, expected in (("fp16", "fp16"), ("auto", "full")):  # a layer this small is mostly launches
         solution = qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, precision=precision)
         assert solution.provenance.automatic["precision"] == expected
         _same_optimum(solution, h_NN, w_NK, mask_NK)
 
 
 def test_pcg_at_a_small_tolerance_needs_no_second_round():
-    """The residual of bfloat16 products is good to some 1e-6 only."""
+    """The residual of float16 products is good to some 1e-6 only."""
     h_NN, w_NK, mask_NK = _problem(n=1024, k=1100)
     usual, tight = (qprecon.solve(h_NN.cuda(), w_NK.cuda(), mask_NK.cuda(), "pcg", damping=0.01, tol=tol) for tol in (1e-4, 1e-6))
-    assert (usual.provenance.automatic["precision"], tight.provenance.automatic["precision"]) == ("bf16", "full")
+    assert (usual.provenance.automatic["precision"], tight.provenance.automatic["precision"]) == ("fp16", "full")
     assert tight.optimal.all() and tight.iterations.max() < 2 * usual.iterations.max()
     _same_optimum(tight, h_NN, w_NK, mask_NK)
 
@@ -54,15 +54,16 @@ def test_auto_factors_small_layers_and_iterates_on_large_ones():
 
 
 @pytest.mark.parametrize("n, rank, k", [(600, 32, 128), (515, 17, 64)])
-def test_tall_factors_in_pieces(n, rank, k):
-    """As exact as float32 products, whatever the scales of the columns."""
-    from qprecon.backends._pcg.factor import FactorInPieces
+def test_tall_factors_in_halves(n, rank, k):
+    """As exact as float32 products, whatever the scales of columns and inputs."""
+    from qprecon.backends._pcg.factor import FactorInHalves
 
     torch.manual_seed(0)
-    factor_Nr = torch.randn(n, rank, device="cuda") * torch.logspace(0, 4, rank, device="cuda")
+    row_N1 = 2.0 ** (torch.arange(n, device="cuda") % 25 - 12.0)[:, None]
+    factor_Nr = row_N1 * torch.randn(n, rank, device="cuda") * torch.logspace(0, 4, rank, device="cuda")
     x_NK = torch.randn(n, k, device="cuda") * torch.logspace(-8, 8, k, device="cuda")
     t_rK = torch.randn(rank, k, device="cuda") * torch.logspace(-8, 8, k, device="cuda")
-    factor, wide_Nr = FactorInPieces(factor_Nr), factor_Nr.double()
+    factor, wide_Nr = FactorInHalves(factor_Nr / row_N1, row_N1), factor_Nr.double()
     for found, left, right in ((factor.project(x_NK), wide_Nr.T, x_NK.double()), (factor.expand(t_rK), wide_Nr, t_rK.double())):
         assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
 
@@ -77,7 +78,7 @@ def _goal(r_NK: torch.Tensor, *, tolerance: float = 0.0, is_gain: bool = False, 
 def _iteration(kind: str):
     """Residuals to begin from, and the iterations of a layer: kernels, and plain operations."""
     from qprecon.backends._pcg import precondition
-    from qprecon.backends._pcg.factor import Factor, FactorInPieces
+    from qprecon.backends._pcg.factor import Factor, FactorInHalves
     from qprecon.backends._pcg.fused import Fused
     from qprecon.backends._pcg.product import product
     from qprecon.backends._pcg.vectors import Plain
@@ -86,29 +87,30 @@ def _iteration(kind: str):
     ridge = 0.01 * float(h_NN.diagonal().mean())
     h_NN.diagonal().add_(ridge)
     low = precondition.low_rank(h_NN, ridge, 32, 1)
-    tall = FactorInPieces if kind == "bf16" else Factor
+    tall = FactorInHalves if kind == "fp16" else Factor
     apply = precondition.jacobi(h_NN) if kind == "jacobi" else precondition.for_columns(low, mask_NK, tall)
-    multiply = product(h_NN, low.factor_Nr, "bf16" if kind == "bf16" else "full")
+    multiply = product(h_NN, low.factor_Nr, "fp16" if kind == "fp16" else "full")
     return w_NK * mask_NK, Fused(mask_NK, multiply, apply), Plain(mask_NK.float(), multiply, apply)
 
 
-KINDS = pytest.mark.parametrize("kind", ["bf16", "full", "jacobi"])
+KINDS = pytest.mark.parametrize("kind", ["fp16", "full", "jacobi"])
 
 
 @KINDS
 def test_an_iteration_in_kernels_is_that_of_plain_operations(kind):
-    """From the same iterates each time, so that both round the same p to bfloat16 and only float32's sums differ.
+    """From the same iterates each time, so that both round the same p to float16 and only float32's sums differ.
 
-    Such a sum of N products is off by γ = N·2⁻²⁴ of the sum of their sizes at most, one of bfloat16 pieces by 6N of them and a unit
+    Such a sum of N products is off by γ = N·2⁻²⁴ of the sum of their sizes at most, one of float16 halves by 3N of them and a unit
     more (tensor cores cut off). What they are added to or taken from is measured beside them: r from the r before, z from D⁻¹r.
     """
-    from qprecon.backends._pcg.kernels import pieces
+    from qprecon.backends._pcg.kernels import halves
     from qprecon.backends._pcg.scalars import Scalars
 
     r_NK, kernels, plain = _iteration(kind)
-    gamma = (12 if kind == "bf16" else 1) * len(r_NK) * 2.0**-24
+    gamma = (12 if kind == "fp16" else 1) * len(r_NK) * 2.0**-24
     x_NK, scalars, own = torch.zeros_like(r_NK), Scalars.zeros(r_NK), Scalars.zeros(r_NK)
-    p_NK, first_NK = plain.begin(r_NK, scalars, _goal(r_NK)), kernels.begin(r_NK, own, _goal(r_NK))
+    p_NK, first_NK = plain.begin(x_NK, r_NK, scalars, _goal(r_NK)), kernels.begin(x_NK, r_NK, own, _goal(r_NK))
+    assert not x_NK.any()
     assert (p_NK - first_NK).norm() <= gamma * (r_NK * plain.apply.inverse_diagonal_N1).norm()
     for iteration in range(6):
         if iteration == 3:
@@ -117,7 +119,7 @@ def test_an_iteration_in_kernels_is_that_of_plain_operations(kind):
         own = Scalars(*(getattr(scalars, name).clone() for name in names))
         mine, before = [x.clone() for x in (x_NK, r_NK, p_NK)], [x.clone() for x in (x_NK, r_NK, p_NK)]
         if kernels.split:
-            pieces(mine[2], kernels.pieces_M3K[: len(r_NK)])
+            halves(mine[2], kernels.p_row_N, kernels.scale_K, kernels.halves_M2K[: len(r_NK)])
         plain.step(x_NK, r_NK, p_NK, scalars)
         kernels.step(*mine, own)
         preconditioned_NK = r_NK * plain.apply.inverse_diagonal_N1
@@ -139,7 +141,7 @@ def test_columns_that_go_on_alone_in_kernels_go_on_as_before(kind):
 
     r_NK, kernels, _ = _iteration(kind)
     goal, scalars, x_NK = _goal(r_NK), Scalars.zeros(r_NK), torch.zeros_like(r_NK)
-    state = State(goal, kernels, x_NK, r_NK, kernels.begin(r_NK, scalars, goal), scalars)
+    state = State(goal, kernels, x_NK, r_NK, kernels.begin(x_NK, r_NK, scalars, goal), scalars)
     for _ in range(4):
         state.step()
     scalars.active_K &= torch.arange(192, device="cuda") % 4 == 1
@@ -168,7 +170,7 @@ def test_kernels_look_at_columns_as_the_host_would(kind, is_gain):
     r_NK, kernels, _ = _iteration(kind)
     x_NK, scalars = torch.zeros_like(r_NK), Scalars.zeros(r_NK)
     goal = _goal(r_NK, tolerance=1e-3, is_gain=is_gain, base=0.0)
-    p_NK = kernels.begin(r_NK, scalars, goal)
+    p_NK = kernels.begin(x_NK, r_NK, scalars, goal)
     goal.base_K[:] = 0.0 if is_gain else 4.0 * float(scalars.rz_K.max())
     stopped = []
     for iteration in range(1, 31):
@@ -194,7 +196,7 @@ def test_a_recorded_iteration_gives_the_same_bits(kind):
     def run(graph: bool) -> tuple[torch.Tensor, ...]:
         r_NK, ops, _ = _iteration(kind)
         x_NK, scalars = torch.zeros_like(r_NK), Scalars.zeros(r_NK)
-        p_NK = ops.begin(r_NK, scalars, _goal(r_NK))
+        p_NK = ops.begin(x_NK, r_NK, scalars, _goal(r_NK))
         step = lambda: ops.step(x_NK, r_NK, p_NK, scalars)  # noqa: E731
         step()
         again = recorded(step, x_NK) if graph else step

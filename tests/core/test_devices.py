@@ -79,20 +79,20 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
 
     h_NN, r_NK, mask_NK = torch.eye(8) + 1.0, torch.ones(8, 4), torch.ones(8, 4, dtype=torch.bool)
     low = precondition.LowRank(torch.ones(8, 2), torch.ones(8))
-    monkeypatch.setattr(factor, "TRITON", False)
-    apply = precondition.for_columns(low, mask_NK, factor.FactorInPieces if split else factor.Factor)
-    multiply = product.product(h_NN, low.factor_Nr, "bf16" if split else "full")
+    apply = precondition.for_columns(low, mask_NK, factor.FactorInHalves if split else factor.Factor)
+    multiply = product.product(h_NN, low.factor_Nr, "fp16" if split else "full")
     fused, scalars = module.Fused(mask_NK, multiply, apply), Scalars.zeros(r_NK)
     goal = Goal(torch.ones(4, dtype=torch.float64), False, 1e-4, 3)
-    p_NK, x_NK = fused.begin(r_NK, scalars, goal), torch.zeros_like(r_NK)
+    x_NK = torch.zeros_like(r_NK)
+    p_NK = fused.begin(x_NK, r_NK, scalars, goal)
     before = len(launches)
     with torch.autograd.profiler.profile(profile_memory=True) as seen:
         fused.step(x_NK, r_NK, p_NK, scalars)
     names = [name for name, _, _ in launches[before:]]  # small layers wait for launches: one more an iteration is slower
     project, expand = (["_thin"], ["_thin", "_thin"]) if split else ([], [])
-    assert names == [*project, "_curvature", "_alpha", "_advance", *expand, "_dot_z", "_beta", "_turn"]
+    assert names == [*project, "_curvature", "_alpha", "_advance", *expand, "_beta", "_turn"]
     assert not any(event.self_cpu_memory_usage > 0 for event in seen.key_averages()) and len(seen.key_averages())
-    monkeypatch.setattr(module, "pieces", lambda x_NK, out=None: None)  # a function of the kernels' module, which launches one
+    monkeypatch.setattr(module, "halves", lambda *given: None)  # a function of the kernels' module, which launches one
     narrow = fused.take(torch.tensor([1, 3]), p_NK[:, [1, 3]])
     narrow.step(x_NK[:, :2], r_NK[:, :2], p_NK[:, :2], scalars.take(torch.tensor([1, 3])))
     assert [name for name, _, _ in launches[before:]] == 2 * names and narrow.q_NK.shape == (8, 2)

@@ -1,21 +1,22 @@
 """A tall factor F (N, r) times the vectors of all columns.
 
-Three bfloat16 pieces hold a float32 number, so that a GPU's tensor cores can make the product: pieces against pieces, summed in
-float32. They round those sums less well than float32 units: 1e-6 to 2e-6 of |F||x| was seen on an H100, where float32 products
-gave 3e-7 at most. Fᵀx took about as long as in float32, Ft down to half as long, and here it joins the product with E (`product`).
+Two float16 numbers hold 22 bits of a float32 one, so that a GPU's tensor cores can make the product: halves against halves, summed
+in float32. They round those sums less well than float32 units: 1e-6 to 2e-6 of |F||x| was seen on an H100, where float32 products
+gave 3e-7 at most. float16 reaches from 6e-8 to 65504 only. So F = diag(s)·F̂ has its rows brought to one size, and what a column
+holds is scaled by a power of two.
 """
 
 from __future__ import annotations
 
-from ...arrays.interop import TRITON, Array, namespace
-from ...arrays.linalg import bfloat16_parts
+from ...arrays.halves import unit_of
+from ...arrays.interop import Array, namespace
 
 
 class Factor:
-    """The products in F's own dtype."""
+    """The products in F's own dtype. F̂ and s, (N, r) and (N, 1), are given."""
 
-    def __init__(self, factor_Nr: Array) -> None:
-        self.factor_Nr = factor_Nr
+    def __init__(self, even_Nr: Array, row_N1: Array) -> None:
+        self.factor_Nr, self.row_N1 = even_Nr * row_N1, row_N1
 
     def project(self, x_NK: Array) -> Array:
         """Fᵀx, (r, K)."""
@@ -26,36 +27,36 @@ class Factor:
         return self.factor_Nr @ t_rK
 
 
-class FactorInPieces(Factor):
-    """The products from bfloat16 pieces, for float32 on CUDA."""
+class FactorInHalves(Factor):
+    """The products from float16 numbers, for float32 on CUDA; ``unit`` is what F̂ was divided by, a power of two."""
 
-    def __init__(self, factor_Nr: Array) -> None:
-        super().__init__(factor_Nr)
-        xp = namespace(factor_Nr)
-        high, middle, low = bfloat16_parts(factor_Nr, 3)
-        self.rows_3rN = xp.cat([high, middle, low], 1).T.contiguous()
-        self.wide_N6r = xp.cat([high, high, high, middle, middle, low], 1)
+    def __init__(self, even_Nr: Array, row_N1: Array) -> None:
+        super().__init__(even_Nr, row_N1)
+        xp, self.unit = namespace(even_Nr), unit_of(even_Nr)
+        high, low = _halved(even_Nr / self.unit)
+        self.rows_2rN = xp.cat([high, low], 1).T.contiguous()
+        self.wide_N3r = xp.cat([high, high, low], 1)
 
     def project(self, x_NK: Array) -> Array:
-        """All nine products of pieces at once: one wide product keeps the device busier than the six that count."""
-        rank, columns = self.factor_Nr.shape[1], x_NK.shape[1]
-        products = namespace(x_NK).mm(self.rows_3rN, pieces(x_NK), out_dtype=x_NK.dtype)
-        return products.view(3, rank, 3, columns).sum((0, 2))
+        """All four products of halves at once: one wide product keeps the device busier than the three that count."""
+        return self.unit * self.even_project(self.row_N1 * x_NK)
+
+    def even_project(self, even_NK: Array) -> Array:
+        """F̂ᵀ of what is scaled by rows already, in units of ``unit``."""
+        xp, unit_1K = namespace(even_NK), unit_of(even_NK, 0)
+        products = xp.mm(self.rows_2rN, xp.cat(_halved(even_NK / unit_1K), 1), out_dtype=even_NK.dtype)
+        return products.view(2, self.wide_N3r.shape[1] // 3, 2, even_NK.shape[1]).sum((0, 2)) * unit_1K
 
     def expand(self, t_rK: Array) -> Array:
-        xp = namespace(t_rK)
-        return xp.mm(self.wide_N6r, self.stacked(t_rK), out_dtype=t_rK.dtype)
+        xp, unit_1K = namespace(t_rK), unit_of(t_rK, 0)
+        return xp.mm(self.wide_N3r, self.stacked(t_rK / unit_1K), out_dtype=t_rK.dtype) * (unit_1K * self.unit) * self.row_N1
 
     def stacked(self, t_rK: Array) -> Array:
-        """t with `wide_N6r` @ t6 = Ft, (6r, K) bfloat16; products below 2⁻²⁴ are left out."""
-        high, middle, low = pieces(t_rK).split(t_rK.shape[1], 1)
-        return namespace(t_rK).cat([high, middle, low, high, middle, high])
+        """t with `wide_N3r` @ t3 = F̂t in units of ``unit``, (3r, K) float16; the product of the low halves is left out."""
+        high, low = _halved(t_rK)
+        return namespace(t_rK).cat([high, low, high])
 
 
-def pieces(x_NK: Array) -> Array:
-    """The bfloat16 pieces of a float32 matrix side by side, (N, 3K)."""
-    if TRITON:
-        from .kernels import pieces as fused
-
-        return fused(x_NK)
-    return namespace(x_NK).cat(list(bfloat16_parts(x_NK, 3)), 1)
+def _halved(x: Array) -> tuple[Array, Array]:
+    high = x.half()
+    return high, (x - high).half()

@@ -1,8 +1,11 @@
 """A CG iteration on a GPU: products by libraries, and between them one Triton kernel for each pass over memory.
 
 Every array is made once, before the first iteration: an iteration takes no memory, so that it can be recorded (`recorded`). p and r
-are written together with their bfloat16 pieces, which the products read; both lie in one place, as the pieces of p are used up when
-r is new, and those of r when p is. The same holds for q = A·p and the correction w.
+are written together with their float16 halves, which the products read; both lie in one place, as the halves of p are used up when
+r is new, and those of r when p is. The same holds for q = A·p and the correction w. Halves are those of S·p and D^-½r times
+``scale_K``, a power of two for each column (`product`, `factor`); q and w come in the units that follow from it.
+
+rᵀz is not a pass of its own: with v = (D⁻¹F)ᵀr it is rᵀD⁻¹r − vᵀKv, and the squares are summed while r is written.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from typing import Any
 import torch
 import triton
 
-from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _thin, _turn, pieces
+from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _thin, _turn, halves
 from .product import Split
 from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
 
 FLOAT = torch.float32
+_SIZE = 2.0**8
+"""Near the norm of the first D^-½r in halves. Of their 24 bits below 1 so much is left when it has fallen to a thousandth, and
+an entry may be 200 times as large."""
 
 
 class Fused:
@@ -34,22 +40,27 @@ class Fused:
         narrow.goal = self.goal.take(index)
         narrow._make_room(p_NK)
         narrow.far_K.copy_(self.far_K[index])
+        narrow.scale_K.copy_(self.scale_K[index])
         if narrow.split:
-            pieces(p_NK, narrow.pieces_M3K[: len(p_NK)])
+            halves(p_NK, narrow.p_row_N, narrow.scale_K, narrow.halves_M2K[: len(p_NK)])
         return narrow
 
-    def begin(self, r_NK: torch.Tensor, scalars: Scalars, goal: Goal) -> torch.Tensor:
+    def begin(self, x_NK: torch.Tensor, r_NK: torch.Tensor, scalars: Scalars, goal: Goal) -> torch.Tensor:
         """First direction p, a new array; sets rz and active."""
         p_NK, self.goal = torch.zeros_like(r_NK), goal
         self._make_room(r_NK)
         scalars.active_K.fill_(True)
         with torch.cuda.device(r_NK.device):
+            # α = β = 0, so that the kernels of later steps make the first direction too
             if self.split:
-                pieces(r_NK, self.pieces_M3K[: len(r_NK)])
+                self._advance(r_NK, r_NK)
+                norm_K = self.partial_PK.sum(0).sqrt().clamp(2.0**-60, 2.0**60)
+                self.scale_K.copy_(_SIZE / (norm_K / norm_K.frexp().mantissa))
+            self._advance(r_NK, r_NK)
             w_NK = self._correction(r_NK)
-            self._rz(r_NK, w_NK, scalars)
-            self.ratio_K.zero_()  # β, so that the kernel of later directions makes the first one too
-            self._direct(p_NK, r_NK, w_NK)
+            self._rz(scalars)
+            self.beta_K.zero_()
+            self._direct(x_NK, p_NK, r_NK, w_NK)
         return p_NK
 
     def step(self, x_NK: torch.Tensor, r_NK: torch.Tensor, p_NK: torch.Tensor, scalars: Scalars) -> None:
@@ -57,17 +68,15 @@ class Fused:
         n, k = p_NK.shape
         with torch.cuda.device(p_NK.device):
             q_NK = self._product(p_NK)
-            _curvature[self.grid](p_NK, q_NK, self.partial_PK, n, k, ROWS, COLS)
+            _curvature[self.grid](p_NK, q_NK, self.q_row_N, self.partial_PK, n, k, ROWS, COLS)
             _alpha[self.line](
-                self.partial_PK, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, self.ratio_K,
+                self.partial_PK, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, self.alpha_K, self.scale_K,
                 len(self.partial_PK), k, LINE,
             )  # fmt: skip
-            _advance[self.grid](
-                x_NK, r_NK, p_NK, q_NK, self.mask_NK, self.ratio_K, self.pieces_M3K, n, k, self.split, ROWS, COLS
-            )
+            self._advance(r_NK, q_NK)
             w_NK = self._correction(r_NK)
-            self._rz(r_NK, w_NK, scalars)
-            self._direct(p_NK, r_NK, w_NK)
+            self._rz(scalars)
+            self._direct(x_NK, p_NK, r_NK, w_NK)
 
     def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
         """See ``Goal.look``: the kernels have done it, each column after so many iterations."""
@@ -76,30 +85,43 @@ class Fused:
     def _make_room(self, r_NK: torch.Tensor) -> None:
         (n, k), empty, scaled = r_NK.shape, r_NK.new_empty, self.apply.scaled
         self.grid, self.line = (triton.cdiv(n, ROWS), triton.cdiv(k, COLS)), (triton.cdiv(k, LINE),)
-        self.q_NK, self.partial_PK, self.ratio_K = torch.empty_like(r_NK), empty(self.grid[0], k), empty(k)
-        self.far_K = torch.zeros_like(self.ratio_K)
+        self.q_NK, self.partial_PK = torch.empty_like(r_NK), empty(self.grid[0], k)
+        self.alpha_K, self.beta_K, self.far_K = torch.zeros(3, k, dtype=r_NK.dtype, device=r_NK.device)
         self.base_K = self.goal.base_K.contiguous()
         self.limits = torch.tensor([SAFETY, self.goal.tolerance, LEAST], dtype=torch.float64).to(r_NK.device, non_blocking=True)
-        rank = 0 if scaled is None else scaled.factor_Nr.shape[1]
+        self.root_N = self.apply.inverse_diagonal_N1[:, 0] ** 0.5
+        self.scale_K = torch.ones(k, dtype=r_NK.dtype, device=r_NK.device)
+        self.p_row_N = self.q_row_N = self.w_row_N = torch.ones_like(self.root_N)
+        rank = 0 if scaled is None else self.apply.inner_Krr.shape[1]
         self.thin_grid = (triton.cdiv(rank, THIN), triton.cdiv(k, THIN))
         self.v_Kr1, self.t_Kr1 = empty(k, rank, 1), empty(k, rank, 1)
-        self.pieces_M3K = r_NK  # stands for no array where there is none
+        self.halves_M2K = r_NK  # stands for no array where there is none
         if self.split:
-            low = torch.bfloat16
-            self.pieces_M3K, self.six_6rK = empty(n + self.multiply.tail, 3 * k, dtype=low), empty(6 * rank, k, dtype=low)
-            self.products = empty(3 * rank, 3 * k)
+            low = torch.float16
+            self.halves_M2K, self.three_3rK = empty(n + self.multiply.tail, 2 * k, dtype=low), empty(3 * rank, k, dtype=low)
+            self.products, self.inner = empty(2 * rank, 2 * k), self.multiply.inner
+            self.p_row_N = self.multiply.factor.row_N1[:, 0].contiguous()
+            self.q_row_N, self.w_row_N = self.p_row_N / self.multiply.lift, self.root_N * scaled.unit
 
     def _product(self, p_NK: torch.Tensor) -> torch.Tensor:
-        """A·p on all entries."""
+        """A·p on all entries, in units of q_row_N / scale_K."""
         if not self.split:
             return torch.mm(self.multiply.hessian_NN, p_NK, out=self.q_NK)
         n, k = p_NK.shape
-        torch.mm(self.multiply.factor.rows_3rN, self.pieces_M3K[:n], out_dtype=FLOAT, out=self.products)
-        self._thin(self.products, self.pieces_M3K[n:], 3 * k, True, True)
-        return torch.mm(self.multiply.wide_NM, self.pieces_M3K[:, :k], out_dtype=FLOAT, out=self.q_NK)
+        torch.mm(self.multiply.factor.rows_2rN, self.halves_M2K[:n], out_dtype=FLOAT, out=self.products)
+        self._thin(self.products, self.halves_M2K[n:], self.inner, 2 * k, True, True)
+        return torch.mm(self.multiply.wide_NM, self.halves_M2K[:, :k], out_dtype=FLOAT, out=self.q_NK)
+
+    def _advance(self, r_NK: torch.Tensor, q_NK: torch.Tensor) -> None:
+        """r −= αq and what the preconditioner wants of it."""
+        n, k = r_NK.shape
+        _advance[self.grid](
+            r_NK, q_NK, self.mask_NK, self.q_row_N, self.root_N, self.alpha_K, self.scale_K, self.halves_M2K, self.partial_PK, n, k,
+            self.split, ROWS, COLS,
+        )  # fmt: skip
 
     def _correction(self, r_NK: torch.Tensor) -> torch.Tensor | None:
-        """w of ``Preconditioner.correction``."""
+        """w of ``Preconditioner.correction``, in units of w_row_N / scale_K."""
         scaled = self.apply.scaled
         if scaled is None:
             return None
@@ -108,32 +130,29 @@ class Fused:
             torch.mm(r_NK.T, scaled.factor_Nr, out=v_Kr)
             torch.bmm(self.apply.inner_Krr, self.v_Kr1, out=self.t_Kr1)
             return torch.mm(scaled.factor_Nr, t_Kr.T, out=self.q_NK)
-        torch.mm(scaled.rows_3rN, self.pieces_M3K[:n], out_dtype=FLOAT, out=self.products)
-        self._thin(self.products, v_Kr, k, True, False)
+        torch.mm(scaled.rows_2rN, self.halves_M2K[:n], out_dtype=FLOAT, out=self.products)
+        self._thin(self.products, v_Kr, scaled.unit, k, True, False)
         torch.bmm(self.apply.inner_Krr, self.v_Kr1, out=self.t_Kr1)
-        self._thin(t_Kr, self.six_6rK, k, False, True)
-        return torch.mm(scaled.wide_N6r, self.six_6rK, out_dtype=FLOAT, out=self.q_NK)
+        self._thin(t_Kr, self.three_3rK, scaled.unit, k, False, True)
+        return torch.mm(scaled.wide_N3r, self.three_3rK, out_dtype=FLOAT, out=self.q_NK)
 
-    def _thin(self, t: torch.Tensor, out: torch.Tensor, stride: int, summed: bool, stacked: bool) -> None:
+    def _thin(self, t: torch.Tensor, out: torch.Tensor, factor: torch.Tensor, stride: int, summed: bool, stacked: bool) -> None:
         k, rank, _ = self.v_Kr1.shape
-        _thin[self.thin_grid](t, out, rank, k, stride, summed, stacked, THIN, THIN)
+        _thin[self.thin_grid](t, out, factor, rank, k, stride, summed, stacked, THIN, THIN)
 
-    def _rz(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, scalars: Scalars) -> None:
+    def _rz(self, scalars: Scalars) -> None:
         """rᵀz of the new r, and its ratio to the old."""
-        (n, k), has_w = r_NK.shape, w_NK is not None
-        w_NK = r_NK if w_NK is None else w_NK
-        inverse_N1 = self.apply.inverse_diagonal_N1
-        _dot_z[self.grid](r_NK, w_NK, self.mask_NK, inverse_N1, self.partial_PK, n, k, has_w, ROWS, COLS)
+        k, rank, _ = self.v_Kr1.shape
         _beta[self.line](
-            self.partial_PK, scalars.rz_K, scalars.active_K, self.ratio_K, scalars.gain_K, scalars.finished_K, scalars.iterations_K,
-            self.base_K, self.limits, self.far_K, len(self.partial_PK), k, self.goal.every, self.goal.is_gain, LINE,
+            self.partial_PK, self.v_Kr1, self.t_Kr1, self.scale_K, scalars.rz_K, scalars.active_K, self.beta_K, scalars.gain_K,
+            scalars.finished_K, scalars.iterations_K, self.base_K, self.limits, self.far_K, len(self.partial_PK), rank, k,
+            self.goal.every, self.goal.is_gain, rank > 0, THIN, LINE,
         )  # fmt: skip
 
-    def _direct(self, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None) -> None:
-        """p = z + βp."""
+    def _direct(self, x_NK: torch.Tensor, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None) -> None:
+        """x += αp, then p = z + βp."""
         (n, k), has_w = r_NK.shape, w_NK is not None
-        w_NK = r_NK if w_NK is None else w_NK
         _turn[self.grid](
-            p_NK, r_NK, w_NK, self.mask_NK, self.apply.inverse_diagonal_N1, self.pieces_M3K, self.ratio_K, n, k, has_w,
-            self.split, ROWS, COLS,
+            x_NK, p_NK, r_NK, r_NK if w_NK is None else w_NK, self.mask_NK, self.root_N, self.w_row_N, self.p_row_N, self.alpha_K,
+            self.beta_K, self.scale_K, self.halves_M2K, n, k, has_w, self.split, ROWS, COLS,
         )  # fmt: skip

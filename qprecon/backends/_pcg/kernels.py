@@ -25,46 +25,48 @@ def _tile(n, k, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit(**_VARIED)
-def _curvature(p_ptr, q_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
-    at, inside, _, cols = _tile(n, k, k, ROWS, COLS)
+def _curvature(p_ptr, q_ptr, q_row_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
     p = tl.load(p_ptr + at, inside, 0.0)
-    q = tl.load(q_ptr + at, inside, 0.0)
+    q = tl.load(q_ptr + at, inside, 0.0) * tl.load(q_row_ptr + rows, rows < n, 0.0)
     tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(p * q, 0)[None, :], cols < k)
 
 
 @triton.jit(**_VARIED)
 def _advance(
-    x_ptr, r_ptr, p_ptr, q_ptr, mask_ptr, alpha_ptr, pieces_ptr, n, k, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    r_ptr, q_ptr, mask_ptr, q_row_ptr, root_ptr, alpha_ptr, scale_ptr, halves_ptr, out_ptr, n, k,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """r, the halves of D^-½r, and its squares' sums. x takes its step in ``_turn``, which reads p anyway."""
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)
+    alpha, scale = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(scale_ptr + cols, cols < k, 1.0)
     kept = tl.load(mask_ptr + at, inside, 0) != 0
-    p = tl.load(p_ptr + at, inside, 0.0)
-    tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + alpha * p, inside)
+    q = tl.load(q_ptr + at, inside, 0.0) * (tl.load(q_row_ptr + rows, rows < n, 0.0) / scale)
     # a frozen column may hold an infinite q: 0·inf must not reach r
-    step = tl.where(kept & (alpha != 0.0), alpha * tl.load(q_ptr + at, inside, 0.0), 0.0)
-    r = tl.load(r_ptr + at, inside, 0.0) - step
+    r = tl.load(r_ptr + at, inside, 0.0) - tl.where(kept & (alpha != 0.0), alpha * q, 0.0)
     tl.store(r_ptr + at, r, inside)
-    if PIECES:
-        _store_pieces(pieces_ptr, r, rows, cols, inside, k)
+    even = r * tl.load(root_ptr + rows, rows < n, 0.0)
+    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(even * even, 0)[None, :], cols < k)
+    if HALVES:
+        _store_halves(halves_ptr, even * scale, rows, cols, inside, k)
 
 
 @triton.jit
-def _store_pieces(out_ptr, x, rows, cols, inside, k):
-    to = out_ptr + rows.to(tl.int64) * (3 * k) + cols
-    for piece in tl.static_range(3):
-        part = x.to(tl.bfloat16)
-        tl.store(to + piece * k, part, inside)
-        x = x - part.to(tl.float32)
+def _store_halves(out_ptr, x, rows, cols, inside, k):
+    to = out_ptr + rows.to(tl.int64) * (2 * k) + cols
+    high = x.to(tl.float16)
+    tl.store(to, high, inside)
+    tl.store(to + k, (x - high.to(tl.float32)).to(tl.float16), inside)
 
 
 @triton.jit(**_VARIED)
-def _alpha(partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, parts, k, COLS: tl.constexpr):
+def _alpha(partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, scale_ptr, parts, k, COLS: tl.constexpr):
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
     curvature = tl.zeros((COLS,), tl.float32)
     for part in range(parts):
         curvature += tl.load(partial_ptr + part * k + cols, inside, 0.0)
+    curvature = curvature / tl.load(scale_ptr + cols, inside, 1.0)
     rz = tl.load(rz_ptr + cols, inside, 0.0)
     active = (tl.load(active_ptr + cols, inside, 0) != 0) & (curvature > 0.0)
     alpha = tl.where(active, rz / tl.where(active, curvature, 1.0), 0.0)
@@ -76,15 +78,25 @@ def _alpha(partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr,
 
 @triton.jit(**_VARIED)
 def _beta(
-    partial_ptr, rz_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr, limits_ptr, far_ptr, parts, k,
-    EVERY: tl.constexpr, IS_GAIN: tl.constexpr, COLS: tl.constexpr,
+    partial_ptr, v_ptr, t_ptr, scale_ptr, rz_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr,
+    limits_ptr, far_ptr, parts, rank, k, EVERY: tl.constexpr, IS_GAIN: tl.constexpr, HAS_W: tl.constexpr, THIN: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
-    """β, and after every so many iterations ``scalars.Goal.look`` of the columns that go on; how far they are from their goal."""
+    """The new rᵀz = rᵀD⁻¹r − vᵀKv and β, and after every so many iterations ``scalars.Goal.look`` of the columns that go on; how
+    far they are from their goal."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
-    fresh = tl.zeros((COLS,), tl.float32)
+    total = tl.zeros((COLS,), tl.float64)
     for part in range(parts):
-        fresh += tl.load(partial_ptr + part * k + cols, inside, 0.0)
+        total += tl.load(partial_ptr + part * k + cols, inside, 0.0)
+    if HAS_W:
+        taken, scale = tl.zeros((COLS,), tl.float64), tl.load(scale_ptr + cols, inside, 1.0).to(tl.float64)
+        for first in range(0, rank, THIN):
+            at = first + tl.arange(0, THIN)[None, :]
+            here, both = cols[:, None].to(tl.int64) * rank + at, inside[:, None] & (at < rank)
+            taken += tl.sum(tl.load(v_ptr + here, both, 0.0) * tl.load(t_ptr + here, both, 0.0), 1)
+        total -= taken / (scale * scale)
+    fresh = total.to(tl.float32)
     rz = tl.load(rz_ptr + cols, inside, 0.0)
     active = tl.load(active_ptr + cols, inside, 0) != 0
     tl.store(beta_ptr + cols, tl.where(active, fresh / tl.where(active, rz, 1.0), 0.0), inside)
@@ -107,71 +119,57 @@ def _beta(
 
 
 @triton.jit(**_VARIED)
-def _dot_z(
-    r_ptr, w_ptr, mask_ptr, inverse_ptr, out_ptr, n, k, HAS_W: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    z, r = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W)
-    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(r * z, 0)[None, :], cols < k)
-
-
-@triton.jit(**_VARIED)
 def _turn(
-    p_ptr, r_ptr, w_ptr, mask_ptr, inverse_ptr, pieces_ptr, beta_ptr, n, k,
-    HAS_W: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, p_row_ptr, alpha_ptr, beta_ptr, scale_ptr, halves_ptr, n, k,
+    HAS_W: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """x takes its step along the old p; then p = z + βp."""
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    p, _ = _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W)
-    p += tl.load(beta_ptr + cols, cols < k, 0.0) * tl.load(p_ptr + at, inside, 0.0)
-    tl.store(p_ptr + at, p, inside)
-    if PIECES:
-        _store_pieces(pieces_ptr, p, rows, cols, inside, k)
-
-
-@triton.jit
-def _z(r_ptr, w_ptr, mask_ptr, inverse_ptr, at, inside, rows, n, HAS_W: tl.constexpr):
-    # z is made twice, for its product with r and for p, rather than written and read: w and r are in memory anyway
-    r = tl.load(r_ptr + at, inside, 0.0)
-    z = r * tl.load(inverse_ptr + rows, rows < n, 0.0)
+    alpha, scale = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(scale_ptr + cols, cols < k, 1.0)
+    root, p = tl.load(root_ptr + rows, rows < n, 0.0), tl.load(p_ptr + at, inside, 0.0)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + tl.where(alpha != 0.0, alpha * p, 0.0), inside)
+    z = tl.load(r_ptr + at, inside, 0.0) * root * root
     if HAS_W:
-        z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - tl.load(w_ptr + at, inside, 0.0), 0.0)
-    return z, r
+        w = tl.load(w_ptr + at, inside, 0.0) * (tl.load(w_row_ptr + rows, rows < n, 0.0) / scale)
+        z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - w, 0.0)
+    p = z + tl.load(beta_ptr + cols, cols < k, 0.0) * p
+    tl.store(p_ptr + at, p, inside)
+    if HALVES:
+        _store_halves(halves_ptr, p * tl.load(p_row_ptr + rows, rows < n, 0.0) * scale, rows, cols, inside, k)
 
 
 @triton.jit(**_VARIED)
-def _pieces(x_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _halves(x_ptr, row_ptr, scale_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    _store_pieces(out_ptr, tl.load(x_ptr + at, inside, 0.0), rows, cols, inside, k)
+    x = tl.load(x_ptr + at, inside, 0.0) * tl.load(row_ptr + rows, rows < n, 0.0) * tl.load(scale_ptr + cols, cols < k, 1.0)
+    _store_halves(out_ptr, x, rows, cols, inside, k)
 
 
 @triton.jit(**_VARIED)
 def _thin(
-    t_ptr, out_ptr, rank, k, stride, SUMMED: tl.constexpr, STACKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    t_ptr, out_ptr, factor_ptr, rank, k, stride, SUMMED: tl.constexpr, STACKED: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
-    """t (rank, K) from the nine products of its pieces (SUMMED) or from (K, rank), to ``Factor``'s six pieces or to (K, rank)."""
+    """t (rank, K) from the four products of its halves, times a factor (SUMMED), or from (K, rank), to the three halves that
+    ``FactorInHalves.stacked`` has, or to (K, rank)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     inside = (rows < rank) & (cols < k)
     turned = cols.to(tl.int64) * rank + rows
     if SUMMED:
         t = tl.zeros((ROWS, COLS), tl.float32)
-        for left in tl.static_range(3):
-            for right in tl.static_range(3):
-                t += tl.load(t_ptr + (left * rank + rows).to(tl.int64) * (3 * k) + right * k + cols, inside, 0.0)
+        for left in tl.static_range(2):
+            for right in tl.static_range(2):
+                t += tl.load(t_ptr + (left * rank + rows).to(tl.int64) * (2 * k) + right * k + cols, inside, 0.0)
+        t = t * tl.load(factor_ptr)
     else:
         t = tl.load(t_ptr + turned, inside, 0.0)
     if STACKED:
-        high = t.to(tl.bfloat16)
-        t = t - high.to(tl.float32)
-        middle = t.to(tl.bfloat16)
-        low = (t - middle.to(tl.float32)).to(tl.bfloat16)
+        high = t.to(tl.float16)
         to, block = out_ptr + rows.to(tl.int64) * stride + cols, (rows * 0 + rank).to(tl.int64) * stride
         tl.store(to, high, inside)
-        tl.store(to + block, middle, inside)
-        tl.store(to + 2 * block, low, inside)
-        tl.store(to + 3 * block, high, inside)
-        tl.store(to + 4 * block, middle, inside)
-        tl.store(to + 5 * block, high, inside)
+        tl.store(to + block, (t - high.to(tl.float32)).to(tl.float16), inside)
+        tl.store(to + 2 * block, high, inside)
     else:
         tl.store(out_ptr + turned, t, inside)
 
@@ -199,11 +197,8 @@ def pairs(root_Nr: torch.Tensor, left_R: torch.Tensor, right_R: torch.Tensor) ->
     return out_2NR
 
 
-def pieces(x_NK: torch.Tensor, out_N3K: torch.Tensor | None = None) -> torch.Tensor:
-    """The three bfloat16 pieces of float32 numbers side by side, (N, 3K)."""
+def halves(x_NK: torch.Tensor, row_N: torch.Tensor, scale_K: torch.Tensor, out_N2K: torch.Tensor) -> None:
+    """row · x · scale as two float16 numbers side by side, (N, 2K), into ``out_N2K``."""
     n, k = x_NK.shape
-    if out_N3K is None:
-        out_N3K = torch.empty(n, 3 * k, dtype=torch.bfloat16, device=x_NK.device)
     with torch.cuda.device(x_NK.device):
-        _pieces[(triton.cdiv(n, ROWS), triton.cdiv(k, COLS))](x_NK.contiguous(), out_N3K, n, k, ROWS, COLS)
-    return out_N3K
+        _halves[(triton.cdiv(n, ROWS), triton.cdiv(k, COLS))](x_NK.contiguous(), row_N, scale_K, out_N2K, n, k, ROWS, COLS)

@@ -122,8 +122,9 @@ def jacobi(hessian_NN: Array) -> Preconditioner:
 def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor] = Factor) -> Preconditioner:
     """The preconditioner of columns with these masks, (N, K) bool; ``factor`` makes the products with D⁻¹F."""
     inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
-    root_Nr = shared.factor_Nr * inverse_N1**0.5
-    return Preconditioner(inverse_N1, factor(shared.factor_Nr * inverse_N1), _inner(root_Nr, mask_NK, shared.pairs))
+    root_N1 = inverse_N1**0.5
+    root_Nr = shared.factor_Nr * root_N1
+    return Preconditioner(inverse_N1, factor(root_Nr, root_N1), _inner(root_Nr, mask_NK, shared.pairs))
 
 
 def for_few_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:
@@ -132,10 +133,11 @@ def for_few_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:
     Where one input is far above all others, as behind a massive activation, float32 cancels most digits of C⁻¹r.
     """
     factor_Nr, inverse_N1 = cast(shared.factor_Nr, "float64"), 1.0 / cast(shared.diagonal_N, "float64")[:, None]
-    root_Nr, xp = factor_Nr * inverse_N1**0.5, namespace(factor_Nr)
+    root_N1, xp = inverse_N1**0.5, namespace(factor_Nr)
+    root_Nr = factor_Nr * root_N1
     kept_KN1 = cast(mask_NK, "float64").T[:, :, None]
     gram_Krr = xp.stack([(root_Nr * kept_N1).T @ root_Nr for kept_N1 in kept_KN1])
-    return Preconditioner(inverse_N1, Factor(factor_Nr * inverse_N1), _inverse_plus_identity(gram_Krr))
+    return Preconditioner(inverse_N1, Factor(root_Nr, root_N1), _inverse_plus_identity(gram_Krr))
 
 
 def _inner(root_Nr: Array, mask_NK: Array, pairs: Pairs) -> Array:

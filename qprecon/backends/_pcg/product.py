@@ -1,8 +1,10 @@
 """H·P in the precision that pays.
 
-On a GPU H is split as FFᵀ + E: the few large eigenvalues, F(FᵀP), nearly as in float32, and the small rest E·P in bfloat16
+On a GPU H is split as FFᵀ + E: the few large eigenvalues, F(FᵀP), nearly as in float32, and the small rest E·P in float16
 with float32 accumulation. Without the split the rounding of the large part drowns the small one. The residual recurrence is then
 good to a relative gap of 1e-6 to 1e-5 on real layers; beyond that the core's audit restarts it from a float64 residual.
+
+float16 needs numbers of one size: with S = diag(s), s a power of two near √H_ii, the product is S[Ê + F̂F̂ᵀ]S·P.
 """
 
 from __future__ import annotations
@@ -10,8 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays.interop import Array, cast, device_type, dtype_name
-from .factor import FactorInPieces
+from ...arrays.halves import unit_of
+from ...arrays.interop import Array, cast, device_type, dtype_name, namespace
+from .factor import FactorInHalves
+
+_LIFT, _ROOM = 2.0**7, 2.0**8
+"""What Ê, whose entries are 1 at most, is multiplied by, as small numbers of float16 lose digits; room for N large ones in F̂ᵀSP."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,42 +42,60 @@ class Narrow:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """F(FᵀP) from pieces (`factor`) plus E·P in bfloat16, as one product: [E F₆] times P above (FᵀP)₆."""
+    """F(FᵀP) from halves (`factor`) plus E·P in float16, as one product: [lift·Ê F̂₃] times S·P above (F̂ᵀSP)₃."""
 
-    factor: FactorInPieces
-    wide_NM: Array  # E beside F's six pieces, bfloat16
+    factor: FactorInHalves
+    wide_NM: Array  # lift·Ê beside F̂'s three halves, float16
+    lift: float = _LIFT
 
     @property
     def tail(self) -> int:
         """Rows wanted below P."""
-        return self.factor.wide_N6r.shape[1]
+        return self.factor.wide_N3r.shape[1]
+
+    @property
+    def inner(self) -> Array:
+        """What F̂ᵀSP, in units of the factor's unit, is multiplied by in the product."""
+        return self.lift * self.factor.unit**2
 
     def __call__(self, p_NK: Array) -> Array:
-        """Without the kernels of ``fused``, which write p with its pieces."""
+        """Without the kernels of ``fused``, which write p with its halves."""
         import torch
 
-        both_MK = torch.cat([p_NK.bfloat16(), self.factor.stacked(self.factor.project(p_NK))])
-        return torch.mm(self.wide_NM, both_MK, out_dtype=torch.float32)
+        even_NK = self.factor.row_N1 * p_NK
+        unit_1K = _ROOM * unit_of(even_NK, 0)
+        even_NK /= unit_1K
+        both_MK = torch.cat([even_NK.half(), self.factor.stacked(self.inner * self.factor.even_project(even_NK))])
+        return torch.mm(self.wide_NM, both_MK, out_dtype=torch.float32) * (unit_1K / self.lift) * self.factor.row_N1
 
 
 def product(hessian_NN: Array, factor_Nr: Array | None, precision: str) -> Any:
-    """The operator for a layer; ``precision`` is "full" or "bf16"."""
+    """The operator for a layer; ``precision`` is "full" or "fp16"."""
     if precision == "full" or factor_Nr is None:
         return Full(hessian_NN)
-    factor, n = FactorInPieces(factor_Nr), len(hessian_NN)
-    wide_NM = factor.wide_N6r.new_empty(n, n + factor.wide_N6r.shape[1])
-    wide_NM[:, :n] = hessian_NN.addmm(factor_Nr, factor_Nr.T, alpha=-1.0)
-    wide_NM[:, n:] = factor.wide_N6r
+    row_N1, n = _roots(hessian_NN.diagonal())[:, None], len(hessian_NN)
+    factor = FactorInHalves(factor_Nr / row_N1, row_N1)
+    wide_NM = factor.wide_N3r.new_empty(n, n + factor.wide_N3r.shape[1])
+    rest_NN = hessian_NN.addmm(factor_Nr, factor_Nr.T, alpha=-1.0)
+    wide_NM[:, :n] = rest_NN.div_(row_N1 / _LIFT).div_(row_N1.T)
+    wide_NM[:, n:] = factor.wide_N3r
     return Split(factor, wide_NM)
 
 
+def _roots(diagonal_N: Array) -> Array:
+    """The powers of two next above the roots, 1 for what has none."""
+    xp = namespace(diagonal_N)
+    root_N = xp.where(diagonal_N > 0, diagonal_N, 0.25 * xp.ones_like(diagonal_N)).sqrt()
+    return root_N / xp.frexp(root_N).mantissa
+
+
 def chosen_precision(hessian_NN: Array, factor_Nr: Array | None, wanted: str) -> str:
-    """bf16 for float32 data on a GPU with a low rank to split off; otherwise the full dtype."""
+    """fp16 for float32 data on a GPU with a low rank to split off; otherwise the full dtype."""
     able = (
         factor_Nr is not None
         and device_type(hessian_NN) == "cuda"
         and dtype_name(hessian_NN) == "float32"
     )
-    if wanted == "bf16" and not able:
-        raise ValueError("precision='bf16' needs float32 data on a CUDA device and preconditioner='dc'")
-    return ("bf16" if able else "full") if wanted == "auto" else wanted
+    if wanted == "fp16" and not able:
+        raise ValueError("precision='fp16' needs float32 data on a CUDA device and preconditioner='dc'")
+    return ("fp16" if able else "full") if wanted == "auto" else wanted

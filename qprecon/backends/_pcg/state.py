@@ -63,9 +63,10 @@ class State:
         scalars, is_gain = Scalars.zeros(r_NK), chunk.linear_NK is not None
         base_K = cast(chunk.improved_K if is_gain else chunk.start_objective_K, "float64")
         goal = Goal(base_K, is_gain, chunk.tolerance, every)
-        p_NK = ops.begin(r_NK, scalars, goal)
+        x_NK = xp.zeros_like(r_NK)
+        p_NK = ops.begin(x_NK, r_NK, scalars, goal)
         scalars.finished_K |= scalars.rz_K == 0
-        return State(goal, ops, xp.zeros_like(r_NK), r_NK, p_NK, scalars)
+        return State(goal, ops, x_NK, r_NK, p_NK, scalars)
 
     def take(self, index: Array) -> State:
         """Only some of the columns."""

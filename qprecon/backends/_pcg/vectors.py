@@ -29,11 +29,11 @@ class Plain:
     takes_no_memory = is_rough = False
 
     def take(self, index: Array, p_NK: Array) -> Plain:
-        """For some of the columns; ``p_NK``: their directions, which kernels hold in pieces too."""
+        """For some of the columns; ``p_NK``: their directions, which kernels hold in halves too."""
         return Plain(take_columns(self.mask_NK, index), self.multiply, self.apply.take(index))
 
-    def begin(self, r_NK: Array, scalars: Scalars, goal: Goal) -> Array:
-        """First direction p = z = C⁻¹r, a new array; sets rz and active."""
+    def begin(self, x_NK: Array, r_NK: Array, scalars: Scalars, goal: Goal) -> Array:
+        """First direction p = z = C⁻¹r, a new array; sets rz and active. x, which kernels take, stays as it is."""
         z_NK, scalars.rz_K = self._precondition(r_NK)
         scalars.active_K = scalars.rz_K > 0
         return z_NK
