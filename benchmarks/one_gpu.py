@@ -1,11 +1,11 @@
-"""What wants one GPU, in one go: tests of it, timings that want the card to themselves, then models side by side.
+"""What wants one GPU, in one go: timings that want the card to themselves, then tests and allocations that fail, side by side.
 
-    python benchmarks/one_gpu.py --models FOLDER --data FOLDER --out FOLDER [--steps whole,low_bit] [--seconds 900]
+    python benchmarks/one_gpu.py --models FOLDER --data FOLDER --out FOLDER [--steps whole,eight] [--seconds 900]
 
---models holds folders by the names smollm2, gemma3 and qwen, those that there are; --data holds text/ and tasks/. Every step is a
-command of its own, with a log of its own in --out, a limit, and its results as JSON in --out/results. That folder begins as a copy
-of benchmarks/results, and what earlier steps wrote there stays. A step that fails or takes too long stops no other. `--list` prints
-the commands.
+--models holds folders by the names smollm2 and gemma3, those that there are; --data holds text/. Every step is a command of its
+own, with a log of its own in --out, a limit, and its results as JSON in --out/results. That folder begins as a copy of
+benchmarks/results, and what earlier steps wrote there stays. A step that fails or takes too long stops no other. `--list` prints
+the commands. Perplexities are measured by `models/quality.py` and `models/grid.py`, each for itself.
 """
 
 from __future__ import annotations
@@ -22,12 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT = (
-    *(f"{pattern}:int4:slim:fast:rank64" for pattern in ("50%", "2:4")), "2:4:int4:sparsegpt+gptq:fast", "2:4:int4:rounding:fast",
-    *(f"50%:{grid}:rounding:fast" for grid in ("int8", "fp8")),
-)  # fmt: skip
-LEFT_BEST = ("2:4:int4:gptq:best", "2:4:int4:ours:best:rank64")
-"""Cases of `grid.py` that have no row yet."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +44,6 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
         settings = ("--setting", f"preset={preset}", *more)
         return Step(name, seconds, ("benchmarks/models/end_to_end.py", "--model", "llama-3.1-8b", "--out-json", to, *settings))
 
-    def quality(name: str, model: str, *more: str, seconds: int = 600, code: str = "quality") -> Step:
-        given = ("--model", f"{models}/{model}", "--data", str(data), "--device", "cuda", "--shared", "--out", str(results))
-        return Step(name, seconds, (f"benchmarks/models/{code}.py", *given, *more), lane=name.split("_")[0], model=model)
-
     def small(name: str, model: str) -> Step:
         text = ("--text", f"{data}/text/wikitext2_train_5k.txt.gz", "--setting", "preset=fast")
         to = ("--model", f"{models}/{model}", "--name", name, "--out-json", f"{results}/end_to_end.json")
@@ -74,9 +64,6 @@ def steps(models: Path, data: Path, results: Path) -> list[Step]:
             "benchmarks/faults.py", "--only", "memory", "--device", "cuda", "--count", "100", "--processes", "5",
             "--seconds", "150", "--out", f"{results}/faults_gpu.json",
         ), lane="faults"),
-        quality("a_gemma", "gemma3", "--cases", *LEFT, "--group", "128", code="grid"),
-        quality("b_gemma", "gemma3", "--cases", *LEFT_BEST, "--group", "128", code="grid"),
-        quality("c_smollm2", "smollm2", "--cases", *LEFT_BEST, "2:4:bf16:ours:best", "--group", "64", code="grid"),
     ]  # fmt: skip
 
 
@@ -159,7 +146,7 @@ def finished(step: Step, process: subprocess.Popen, began: float, ends: float) -
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, required=True, help="the folder of model folders")
-    parser.add_argument("--data", type=Path, required=True, help="the folder with text/ and tasks/")
+    parser.add_argument("--data", type=Path, required=True, help="the folder with text/")
     parser.add_argument("--out", type=Path, required=True, help="for logs and results")
     parser.add_argument("--steps", help="only these, with commas between")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it (3600)")

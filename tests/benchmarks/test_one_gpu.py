@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import one_gpu
-from benchmarks.inputs import grid_cases, quality_cases
-from benchmarks.models import grid, quality
 from benchmarks.one_gpu import Step
 
 
@@ -21,12 +19,10 @@ def test_every_command_is_one_of_its_script(tmp_path):
     assert len({each.name for each in found}) == len(found)
     for each in found:
         script, *arguments = each.command
-        assert script == "-m" or (one_gpu.ROOT / script).is_file()
-        if "quality" in script:
-            assert quality_cases.chosen(quality.parse(arguments).cases, [0], "test")
-        elif "grid" in script:
-            parsed = grid.parse(arguments)
-            assert grid_cases.chosen(parsed.cases, group=parsed.group, seed=0, split="test")
+        if script != "-m":
+            code = (one_gpu.ROOT / script).read_text()
+            flags = [argument for argument in arguments if argument.startswith("--")]
+            assert flags and [flag for flag in flags if f'"{flag}"' not in code] == []
 
 
 @pytest.mark.parametrize("lane", [None, "a"])
@@ -61,8 +57,9 @@ def test_lanes_run_side_by_side_and_end_with_all_time(tmp_path, capsys):
 
 def test_what_is_left_out_is_said(tmp_path, capsys):
     arguments = ["--models", str(tmp_path), "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--list"]
-    assert one_gpu.main([*arguments, "--steps", "whole,b_gemma"]) == 0
+    assert one_gpu.main([*arguments, "--steps", "whole,small_gemma3"]) == 0
     said = capsys.readouterr().out
-    assert "b_gemma is left out" in said and "whole: python benchmarks/models/end_to_end.py" in said and sys.executable not in said
+    assert "small_gemma3 is left out" in said and sys.executable not in said
+    assert "whole: python benchmarks/models/end_to_end.py" in said
     with pytest.raises(SystemExit, match="no step nonsense; there are layers"):
         one_gpu.main([*arguments, "--steps", "nonsense"])
