@@ -119,7 +119,7 @@ def test_an_iteration_in_kernels_is_that_of_plain_operations(kind):
         own = Scalars(*(getattr(scalars, name).clone() for name in names))
         mine, before = [x.clone() for x in (x_NK, r_NK, p_NK)], [x.clone() for x in (x_NK, r_NK, p_NK)]
         if kernels.split:
-            halves(mine[2], kernels.p_row_N, kernels.scale_K, kernels.halves_M2K[: len(r_NK)])
+            halves(mine[2], kernels.p_row_N, kernels.p_scale_K, kernels.halves_M2K[: len(r_NK)])
         plain.step(x_NK, r_NK, p_NK, scalars)
         kernels.step(*mine, own)
         preconditioned_NK = r_NK * plain.apply.inverse_diagonal_N1

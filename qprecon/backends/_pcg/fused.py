@@ -2,8 +2,9 @@
 
 Every array is made once, before the first iteration: an iteration takes no memory, so that it can be recorded (`recorded`). p and r
 are written together with their float16 halves, which the products read; both lie in one place, as the halves of p are used up when
-r is new, and those of r when p is. The same holds for q = A·p and the correction w. Halves are those of S·p and D^-½r times
-``scale_K``, a power of two for each column (`product`, `factor`); q and w come in the units that follow from it.
+r is new, and those of r when p is. The same holds for q = A·p and the correction w. Halves are those of S·p and D^-½r
+(`product`, `factor`), times ``p_scale_K`` and ``r_scale_K``, powers of two that follow rᵀz and rᵀD⁻¹r from one iteration to the
+next: float16 has 24 bits below 1, and these fall by a factor of 10⁶ and more. q and w come in the units that follow from them.
 
 rᵀz is not a pass of its own: with v = (D⁻¹F)ᵀr it is rᵀD⁻¹r − vᵀKv, and the squares are summed while r is written.
 """
@@ -20,9 +21,8 @@ from .product import Split
 from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
 
 FLOAT = torch.float32
-_SIZE = 2.0**8
-"""Near the norm of the first D^-½r in halves. Of their 24 bits below 1 so much is left when it has fallen to a thousandth, and
-an entry may be 200 times as large."""
+_SIZE = 8
+"""The exponent of what is in halves: of the norm of D^-½r, and of p in the norm of A, of which an entry may be 200 times more."""
 
 
 class Fused:
@@ -40,9 +40,10 @@ class Fused:
         narrow.goal = self.goal.take(index)
         narrow._make_room(p_NK)
         narrow.far_K.copy_(self.far_K[index])
-        narrow.scale_K.copy_(self.scale_K[index])
         if narrow.split:
-            halves(p_NK, narrow.p_row_N, narrow.scale_K, narrow.halves_M2K[: len(p_NK)])
+            narrow.energy_K.copy_(self.energy_K[index])
+            narrow.p_scale_K.copy_(self.p_scale_K[index])
+            halves(p_NK, narrow.p_row_N, narrow.p_scale_K, narrow.halves_M2K[: len(p_NK)])
         return narrow
 
     def begin(self, x_NK: torch.Tensor, r_NK: torch.Tensor, scalars: Scalars, goal: Goal) -> torch.Tensor:
@@ -55,7 +56,7 @@ class Fused:
             if self.split:
                 self._advance(r_NK, r_NK)
                 norm_K = self.partial_PK.sum(0).sqrt().clamp(2.0**-60, 2.0**60)
-                self.scale_K.copy_(_SIZE / (norm_K / norm_K.frexp().mantissa))
+                self.r_scale_K.copy_(2.0**_SIZE / (norm_K / norm_K.frexp().mantissa))
             self._advance(r_NK, r_NK)
             w_NK = self._correction(r_NK)
             self._rz(scalars)
@@ -70,8 +71,8 @@ class Fused:
             q_NK = self._product(p_NK)
             _curvature[self.grid](p_NK, q_NK, self.q_row_N, self.partial_PK, n, k, ROWS, COLS)
             _alpha[self.line](
-                self.partial_PK, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, self.alpha_K, self.scale_K,
-                len(self.partial_PK), k, LINE,
+                self.partial_PK, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, self.alpha_K,
+                self.p_scale_K, self.r_scale_K, self.energy_K, len(self.partial_PK), k, self.split, _SIZE, LINE,
             )  # fmt: skip
             self._advance(r_NK, q_NK)
             w_NK = self._correction(r_NK)
@@ -90,7 +91,7 @@ class Fused:
         self.base_K = self.goal.base_K.contiguous()
         self.limits = torch.tensor([SAFETY, self.goal.tolerance, LEAST], dtype=torch.float64).to(r_NK.device, non_blocking=True)
         self.root_N = self.apply.inverse_diagonal_N1[:, 0] ** 0.5
-        self.scale_K = torch.ones(k, dtype=r_NK.dtype, device=r_NK.device)
+        self.p_scale_K, self.r_scale_K, self.energy_K = torch.ones(3, k, dtype=r_NK.dtype, device=r_NK.device)
         self.p_row_N = self.q_row_N = self.w_row_N = torch.ones_like(self.root_N)
         rank = 0 if scaled is None else self.apply.inner_Krr.shape[1]
         self.thin_grid = (triton.cdiv(rank, THIN), triton.cdiv(k, THIN))
@@ -104,7 +105,7 @@ class Fused:
             self.q_row_N, self.w_row_N = self.p_row_N / self.multiply.lift, self.root_N * scaled.unit
 
     def _product(self, p_NK: torch.Tensor) -> torch.Tensor:
-        """A·p on all entries, in units of q_row_N / scale_K."""
+        """A·p on all entries, in units of q_row_N / p_scale_K."""
         if not self.split:
             return torch.mm(self.multiply.hessian_NN, p_NK, out=self.q_NK)
         n, k = p_NK.shape
@@ -116,12 +117,12 @@ class Fused:
         """r −= αq and what the preconditioner wants of it."""
         n, k = r_NK.shape
         _advance[self.grid](
-            r_NK, q_NK, self.mask_NK, self.q_row_N, self.root_N, self.alpha_K, self.scale_K, self.halves_M2K, self.partial_PK, n, k,
-            self.split, ROWS, COLS,
+            r_NK, q_NK, self.mask_NK, self.q_row_N, self.root_N, self.alpha_K, self.p_scale_K, self.r_scale_K, self.halves_M2K,
+            self.partial_PK, n, k, self.split, ROWS, COLS,
         )  # fmt: skip
 
     def _correction(self, r_NK: torch.Tensor) -> torch.Tensor | None:
-        """w of ``Preconditioner.correction``, in units of w_row_N / scale_K."""
+        """w of ``Preconditioner.correction``, in units of w_row_N / r_scale_K."""
         scaled = self.apply.scaled
         if scaled is None:
             return None
@@ -144,9 +145,9 @@ class Fused:
         """rᵀz of the new r, and its ratio to the old."""
         k, rank, _ = self.v_Kr1.shape
         _beta[self.line](
-            self.partial_PK, self.v_Kr1, self.t_Kr1, self.scale_K, scalars.rz_K, scalars.active_K, self.beta_K, scalars.gain_K,
-            scalars.finished_K, scalars.iterations_K, self.base_K, self.limits, self.far_K, len(self.partial_PK), rank, k,
-            self.goal.every, self.goal.is_gain, rank > 0, THIN, LINE,
+            self.partial_PK, self.v_Kr1, self.t_Kr1, self.p_scale_K, self.r_scale_K, self.energy_K, scalars.rz_K, scalars.active_K,
+            self.beta_K, scalars.gain_K, scalars.finished_K, scalars.iterations_K, self.base_K, self.limits, self.far_K,
+            len(self.partial_PK), rank, k, self.goal.every, self.goal.is_gain, rank > 0, self.split, _SIZE, THIN, LINE,
         )  # fmt: skip
 
     def _direct(self, x_NK: torch.Tensor, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None) -> None:
@@ -154,5 +155,5 @@ class Fused:
         (n, k), has_w = r_NK.shape, w_NK is not None
         _turn[self.grid](
             x_NK, p_NK, r_NK, r_NK if w_NK is None else w_NK, self.mask_NK, self.root_N, self.w_row_N, self.p_row_N, self.alpha_K,
-            self.beta_K, self.scale_K, self.halves_M2K, n, k, has_w, self.split, ROWS, COLS,
+            self.beta_K, self.p_scale_K, self.r_scale_K, self.halves_M2K, n, k, has_w, self.split, ROWS, COLS,
         )  # fmt: skip
