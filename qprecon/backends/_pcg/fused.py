@@ -3,10 +3,8 @@
 Every array is made once, before the first iteration: an iteration takes no memory, so that it can be recorded (`recorded`). p and r
 are written together with their float16 halves, which the products read; both lie in one place, as the halves of p are used up when
 r is new, and those of r when p is. The same holds for q = A·p and the correction w. Halves are those of S·p and D^-½r
-(`product`, `factor`), times ``p_scale_K`` and ``r_scale_K``, powers of two that follow rᵀz and rᵀD⁻¹r from one iteration to the
-next: float16 has 24 bits below 1, and these fall by a factor of 10⁶ and more. q and w come in the units that follow from them.
-
-rᵀz is not a pass of its own: with v = (D⁻¹F)ᵀr it is rᵀD⁻¹r − vᵀKv, and the squares are summed while r is written.
+(`product`, `factor`), times ``p_scale_K`` and ``r_scale_K``, powers of two that follow rᵀz from one iteration to the next:
+float16 has 24 bits below 1, and rᵀz falls by a factor of 10⁶ and more. q and w come in the units that follow from them.
 """
 
 from __future__ import annotations
@@ -16,13 +14,14 @@ from typing import Any
 import torch
 import triton
 
-from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _thin, _turn, halves
+from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _thin, _turn, halves
 from .product import Split
 from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
 
 FLOAT = torch.float32
-_SIZE = 8
-"""The exponent of what is in halves: of the norm of D^-½r, and of p in the norm of A, of which an entry may be 200 times more."""
+_SIZE = 6
+"""The exponent of √(rᵀz) in halves: of p in the norm of A, of which an entry may be 500 times more. D^-½r may be that much larger at
+first, where the preconditioner takes most of it away."""
 
 
 class Fused:
@@ -41,7 +40,6 @@ class Fused:
         narrow._make_room(p_NK)
         narrow.far_K.copy_(self.far_K[index])
         if narrow.split:
-            narrow.energy_K.copy_(self.energy_K[index])
             narrow.p_scale_K.copy_(self.p_scale_K[index])
             halves(p_NK, narrow.p_row_N, narrow.p_scale_K, narrow.halves_M2K[: len(p_NK)])
         return narrow
@@ -54,12 +52,12 @@ class Fused:
         with torch.cuda.device(r_NK.device):
             # α = β = 0, so that the kernels of later steps make the first direction too
             if self.split:
-                self._advance(r_NK, r_NK)
+                self._dot(r_NK, r_NK, torch.zeros_like(self.root_N))  # w = 0: rᵀD⁻¹r, as rᵀz is not known
                 norm_K = self.partial_PK.sum(0).sqrt().clamp(2.0**-60, 2.0**60)
                 self.r_scale_K.copy_(2.0**_SIZE / (norm_K / norm_K.frexp().mantissa))
             self._advance(r_NK, r_NK)
             w_NK = self._correction(r_NK)
-            self._rz(scalars)
+            self._rz(r_NK, w_NK, scalars)
             self.beta_K.zero_()
             self._direct(x_NK, p_NK, r_NK, w_NK)
         return p_NK
@@ -72,11 +70,11 @@ class Fused:
             _curvature[self.grid](p_NK, q_NK, self.q_row_N, self.partial_PK, n, k, ROWS, COLS)
             _alpha[self.line](
                 self.partial_PK, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, self.alpha_K,
-                self.p_scale_K, self.r_scale_K, self.energy_K, len(self.partial_PK), k, self.split, _SIZE, LINE,
+                self.p_scale_K, self.r_scale_K, len(self.partial_PK), k, self.split, _SIZE, LINE,
             )  # fmt: skip
             self._advance(r_NK, q_NK)
             w_NK = self._correction(r_NK)
-            self._rz(scalars)
+            self._rz(r_NK, w_NK, scalars)
             self._direct(x_NK, p_NK, r_NK, w_NK)
 
     def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
@@ -91,7 +89,7 @@ class Fused:
         self.base_K = self.goal.base_K.contiguous()
         self.limits = torch.tensor([SAFETY, self.goal.tolerance, LEAST], dtype=torch.float64).to(r_NK.device, non_blocking=True)
         self.root_N = self.apply.inverse_diagonal_N1[:, 0] ** 0.5
-        self.p_scale_K, self.r_scale_K, self.energy_K = torch.ones(3, k, dtype=r_NK.dtype, device=r_NK.device)
+        self.p_scale_K, self.r_scale_K = torch.ones(2, k, dtype=r_NK.dtype, device=r_NK.device)
         self.p_row_N = self.q_row_N = self.w_row_N = torch.ones_like(self.root_N)
         rank = 0 if scaled is None else self.apply.inner_Krr.shape[1]
         self.thin_grid = (triton.cdiv(rank, THIN), triton.cdiv(k, THIN))
@@ -118,7 +116,7 @@ class Fused:
         n, k = r_NK.shape
         _advance[self.grid](
             r_NK, q_NK, self.mask_NK, self.q_row_N, self.root_N, self.alpha_K, self.p_scale_K, self.r_scale_K, self.halves_M2K,
-            self.partial_PK, n, k, self.split, ROWS, COLS,
+            n, k, self.split, ROWS, COLS,
         )  # fmt: skip
 
     def _correction(self, r_NK: torch.Tensor) -> torch.Tensor | None:
@@ -141,13 +139,24 @@ class Fused:
         k, rank, _ = self.v_Kr1.shape
         _thin[self.thin_grid](t, out, factor, rank, k, stride, summed, stacked, THIN, THIN)
 
-    def _rz(self, scalars: Scalars) -> None:
-        """rᵀz of the new r, and its ratio to the old."""
-        k, rank, _ = self.v_Kr1.shape
+    def _rz(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, scalars: Scalars) -> None:
+        """rᵀz of the new r, and its ratio to the old.
+
+        Σ r_i²/D_i − (Fᵀr)ᵀK(Fᵀr) would need no pass, but it is not that of the z that p is made of: on the hard layer of
+        `layers/phases.py` they were up to 10 % apart, and some columns took twice as many iterations.
+        """
+        self._dot(r_NK, w_NK, self.w_row_N)
         _beta[self.line](
-            self.partial_PK, self.v_Kr1, self.t_Kr1, self.p_scale_K, self.r_scale_K, self.energy_K, scalars.rz_K, scalars.active_K,
-            self.beta_K, scalars.gain_K, scalars.finished_K, scalars.iterations_K, self.base_K, self.limits, self.far_K,
-            len(self.partial_PK), rank, k, self.goal.every, self.goal.is_gain, rank > 0, self.split, _SIZE, THIN, LINE,
+            self.partial_PK, scalars.rz_K, scalars.active_K, self.beta_K, scalars.gain_K, scalars.finished_K, scalars.iterations_K,
+            self.base_K, self.limits, self.far_K, self.p_scale_K, len(self.partial_PK), r_NK.shape[1], self.goal.every,
+            self.goal.is_gain, self.split, _SIZE, LINE,
+        )  # fmt: skip
+
+    def _dot(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, w_row_N: torch.Tensor) -> None:
+        (n, k), has_w = r_NK.shape, w_NK is not None
+        _dot_z[self.grid](
+            r_NK, r_NK if w_NK is None else w_NK, self.mask_NK, self.root_N, w_row_N, self.r_scale_K, self.partial_PK, n, k, has_w,
+            ROWS, COLS,
         )  # fmt: skip
 
     def _direct(self, x_NK: torch.Tensor, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None) -> None:

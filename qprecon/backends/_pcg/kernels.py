@@ -34,10 +34,10 @@ def _curvature(p_ptr, q_ptr, q_row_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS:
 
 @triton.jit(**_VARIED)
 def _advance(
-    r_ptr, q_ptr, mask_ptr, q_row_ptr, root_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, halves_ptr, out_ptr, n, k,
+    r_ptr, q_ptr, mask_ptr, q_row_ptr, root_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, halves_ptr, n, k,
     HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """r, the halves of D^-½r, and its squares' sums. x takes its step in ``_turn``, which reads p anyway."""
+    """r and the halves of D^-½r. x takes its step in ``_turn``, which reads p anyway."""
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
     alpha, kept = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(mask_ptr + at, inside, 0) != 0
     q_row = tl.load(q_row_ptr + rows, rows < n, 0.0) / tl.load(p_scale_ptr + cols, cols < k, 1.0)
@@ -45,10 +45,9 @@ def _advance(
     # a frozen column may hold an infinite q: 0·inf must not reach r
     r = tl.load(r_ptr + at, inside, 0.0) - tl.where(kept & (alpha != 0.0), alpha * q, 0.0)
     tl.store(r_ptr + at, r, inside)
-    even = r * tl.load(root_ptr + rows, rows < n, 0.0)
-    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(even * even, 0)[None, :], cols < k)
     if HALVES:
-        _store_halves(halves_ptr, even * tl.load(r_scale_ptr + cols, cols < k, 1.0), rows, cols, inside, k)
+        even = r * tl.load(root_ptr + rows, rows < n, 0.0) * tl.load(r_scale_ptr + cols, cols < k, 1.0)
+        _store_halves(halves_ptr, even, rows, cols, inside, k)
 
 
 @triton.jit
@@ -61,7 +60,7 @@ def _store_halves(out_ptr, x, rows, cols, inside, k):
 
 @triton.jit(**_VARIED)
 def _alpha(
-    partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, energy_ptr, parts, k,
+    partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, parts, k,
     HALVES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """α, and by what the next D^-½r is scaled."""
@@ -71,9 +70,9 @@ def _alpha(
     for part in range(parts):
         curvature += tl.load(partial_ptr + part * k + cols, inside, 0.0)
     curvature = curvature / tl.load(p_scale_ptr + cols, inside, 1.0)
-    if HALVES:
-        tl.store(r_scale_ptr + cols, _scale(tl.load(energy_ptr + cols, inside, 1.0), SIZE), inside)
     rz = tl.load(rz_ptr + cols, inside, 0.0)
+    if HALVES:
+        tl.store(r_scale_ptr + cols, _scale(rz, SIZE), inside)
     active = (tl.load(active_ptr + cols, inside, 0) != 0) & (curvature > 0.0)
     alpha = tl.where(active, rz / tl.where(active, curvature, 1.0), 0.0)
     tl.store(alpha_ptr + cols, alpha, inside)
@@ -83,42 +82,31 @@ def _alpha(
 
 
 @triton.jit
-def _scale(energy, SIZE: tl.constexpr):
-    """A power of two near 2^SIZE / √energy, from the exponent of the float32 number."""
-    exponent = (energy.to(tl.int32, bitcast=True) >> 23) - 127
+def _scale(rz, SIZE: tl.constexpr):
+    """A power of two near 2^SIZE / √|rz|, from the exponent of the float32 number."""
+    exponent = (tl.abs(rz).to(tl.int32, bitcast=True) >> 23) - 127
     exponent = SIZE - (tl.minimum(tl.maximum(exponent, -100), 100) >> 1)
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit(**_VARIED)
 def _beta(
-    partial_ptr, v_ptr, t_ptr, p_scale_ptr, r_scale_ptr, energy_ptr, rz_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr,
-    iterations_ptr, base_ptr, limits_ptr, far_ptr, parts, rank, k, EVERY: tl.constexpr, IS_GAIN: tl.constexpr,
-    HAS_W: tl.constexpr, HALVES: tl.constexpr, SIZE: tl.constexpr, THIN: tl.constexpr, COLS: tl.constexpr,
+    partial_ptr, rz_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr, limits_ptr, far_ptr, p_scale_ptr,
+    parts, k, EVERY: tl.constexpr, IS_GAIN: tl.constexpr, HALVES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The new rᵀz = rᵀD⁻¹r − vᵀKv and β, and after every so many iterations ``scalars.Goal.look`` of the columns that go on; how
-    far they are from their goal."""
+    """β, and after every so many iterations ``scalars.Goal.look`` of the columns that go on; how far they are from their goal. And
+    by what the next p is scaled."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
-    total = tl.zeros((COLS,), tl.float64)
+    fresh = tl.zeros((COLS,), tl.float32)
     for part in range(parts):
-        total += tl.load(partial_ptr + part * k + cols, inside, 0.0)
-    if HALVES:
-        tl.store(energy_ptr + cols, total.to(tl.float32), inside)
-    if HAS_W:
-        taken, scale = tl.zeros((COLS,), tl.float64), tl.load(r_scale_ptr + cols, inside, 1.0).to(tl.float64)
-        for first in range(0, rank, THIN):
-            at = first + tl.arange(0, THIN)[None, :]
-            here, both = cols[:, None].to(tl.int64) * rank + at, inside[:, None] & (at < rank)
-            taken += tl.sum(tl.load(v_ptr + here, both, 0.0) * tl.load(t_ptr + here, both, 0.0), 1)
-        total -= taken / (scale * scale)
-    fresh = total.to(tl.float32)
+        fresh += tl.load(partial_ptr + part * k + cols, inside, 0.0)
     rz = tl.load(rz_ptr + cols, inside, 0.0)
     active = tl.load(active_ptr + cols, inside, 0) != 0
     tl.store(beta_ptr + cols, tl.where(active, fresh / tl.where(active, rz, 1.0), 0.0), inside)
     tl.store(rz_ptr + cols, fresh, inside)
     if HALVES:
-        tl.store(p_scale_ptr + cols, _scale(tl.abs(fresh), SIZE), inside)
+        tl.store(p_scale_ptr + cols, _scale(fresh, SIZE), inside)
     active = active & (fresh > 0.0)
     iteration = tl.load(iterations_ptr + cols, inside, 0)
     gap = tl.load(limits_ptr) * fresh.to(tl.float64)
@@ -137,25 +125,43 @@ def _beta(
 
 
 @triton.jit(**_VARIED)
+def _dot_z(
+    r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, out_ptr, n, k, HAS_W: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    z, r = _z(r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, at, inside, rows, cols, n, k, HAS_W)
+    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(r * z, 0)[None, :], cols < k)
+
+
+@triton.jit(**_VARIED)
 def _turn(
     x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, p_row_ptr, alpha_ptr, beta_ptr, p_scale_ptr, r_scale_ptr,
     halves_ptr, n, k, HAS_W: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """x takes its step along the old p; then p = z + βp."""
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    alpha = tl.load(alpha_ptr + cols, cols < k, 0.0)
-    root, p = tl.load(root_ptr + rows, rows < n, 0.0), tl.load(p_ptr + at, inside, 0.0)
+    alpha, p = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(p_ptr + at, inside, 0.0)
     tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + tl.where(alpha != 0.0, alpha * p, 0.0), inside)
-    z = tl.load(r_ptr + at, inside, 0.0) * root * root
-    if HAS_W:
-        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) / tl.load(r_scale_ptr + cols, cols < k, 1.0)
-        w = tl.load(w_ptr + at, inside, 0.0) * w_row
-        z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - w, 0.0)
+    z, _ = _z(r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, at, inside, rows, cols, n, k, HAS_W)
     p = z + tl.load(beta_ptr + cols, cols < k, 0.0) * p
     tl.store(p_ptr + at, p, inside)
     if HALVES:
         scale = tl.load(p_scale_ptr + cols, cols < k, 1.0)
         _store_halves(halves_ptr, p * tl.load(p_row_ptr + rows, rows < n, 0.0) * scale, rows, cols, inside, k)
+
+
+@triton.jit
+def _z(
+    r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, at, inside, rows, cols, n, k, HAS_W: tl.constexpr
+):  # fmt: skip
+    # z is made twice, for its product with r and for p, rather than written and read: w and r are in memory anyway
+    r, root = tl.load(r_ptr + at, inside, 0.0), tl.load(root_ptr + rows, rows < n, 0.0)
+    z = r * root * root
+    if HAS_W:
+        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) / tl.load(r_scale_ptr + cols, cols < k, 1.0)
+        z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - tl.load(w_ptr + at, inside, 0.0) * w_row, 0.0)
+    return z, r
 
 
 @triton.jit(**_VARIED)
