@@ -72,7 +72,7 @@ def test_a_few_that_are_only_slow_are_waited_for(rough, monkeypatch, patience, a
     mask_NK[3:, 20:] = False
     rough([], 0.0)
     monkeypatch.setattr(pcg, "_FEW_PATIENCE", patience)
-    solution = qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01)
+    solution = qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01, tol=1e-6, dtype="float32")
     assert solution.optimal.all() and solution.iterations[20:].max() == 3 < solution.iterations[:20].min()
     assert ("few_columns" in solution.provenance.automatic) == alone
 

@@ -20,8 +20,8 @@ from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
 
 FLOAT = torch.float32
 _SIZE = 6
-"""The exponent of √(rᵀz) in halves: of p in the norm of A, of which an entry may be 500 times more. D^-½r may be that much larger at
-first, where the preconditioner takes most of it away."""
+"""The exponent of √(rᵀz) in halves: of p in the norm of A, of which an entry may be 500 times more. D^-½r may be so much larger
+at first, where the preconditioner takes most of it away."""
 
 
 class Fused:
