@@ -68,6 +68,17 @@ def test_tall_factors_in_halves(n, rank, k):
         assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
 
 
+@pytest.mark.parametrize("k", [1, 4, 5, 64])
+def test_the_product_of_a_few_wide_vectors(k):
+    """One by one or together."""
+    from qprecon.backends._pcg.product import Narrow
+
+    h_NN, w_NK, _ = _problem(n=300, k=k)
+    found_NK, wanted_NK = Narrow(h_NN.cuda())(w_NK.double().cuda()), h_NN.double() @ w_NK.double()
+    assert found_NK.dtype == torch.float64 and found_NK.shape == wanted_NK.shape
+    assert ((found_NK.cpu() - wanted_NK).abs() <= 300 * 2.0**-23 * (h_NN.abs().double() @ w_NK.abs().double())).all()
+
+
 def _goal(r_NK: torch.Tensor, *, tolerance: float = 0.0, is_gain: bool = False, base: float = 1.0):
     """One that no column reaches, unless a tolerance is given."""
     from qprecon.backends._pcg.scalars import Goal

@@ -16,6 +16,9 @@ from ...arrays.halves import unit_of
 from ...arrays.interop import Array, cast, device_type, dtype_name, namespace
 from .factor import FactorInHalves
 
+_ONE_BY_ONE = 4
+"""Columns up to which their products are made one by one: a library's product of two took an H200 as long as reading a matrix of
+14336 inputs eight times."""
 _LIFT, _ROOM = 2.0**7, 2.0**8
 """What Ê, whose entries are 1 at most, is multiplied by, as small numbers of float16 lose digits; room for N large ones in F̂ᵀSP."""
 
@@ -37,7 +40,11 @@ class Narrow:
     hessian_NN: Array
 
     def __call__(self, p_NK: Array) -> Array:
-        return cast(self.hessian_NN @ cast(p_NK, dtype_name(self.hessian_NN)), dtype_name(p_NK))
+        narrow_NK = cast(p_NK, dtype_name(self.hessian_NN))
+        if narrow_NK.shape[1] <= _ONE_BY_ONE and device_type(p_NK) == "cuda":
+            columns = [self.hessian_NN @ column_N for column_N in narrow_NK.T.contiguous()]
+            return cast(namespace(p_NK).stack(columns, 1), dtype_name(p_NK))
+        return cast(self.hessian_NN @ narrow_NK, dtype_name(p_NK))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.arrays.ahead import ready_triton
 from qprecon.llm.model.loading import choose_device
 from qprecon.llm.ranks.group import own_device
 
@@ -32,6 +33,8 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*arguments: Any, device: str | torch.device | None = None, **keywords: Any) -> Any:
         chosen = choose_device(own_device(device))
+        if chosen.type == "cuda":
+            ready_triton()  # while the model is looked at and its files are read
         with computing_on(chosen):
             return function(*arguments, device=chosen, **keywords)
 

@@ -40,12 +40,17 @@ def test_a_cuda_device_has_a_number(two_gpus):
 
 
 @pytest.mark.parametrize(("device", "entered"), [("cuda:1", ["cuda:1"]), ("cuda", ["cuda:1"]), ("cpu", [])])
-def test_the_device_is_current_while_a_function_runs(two_gpus, device, entered):
+def test_the_device_is_current_while_a_function_runs(two_gpus, device, entered, monkeypatch):
+    """On a GPU kernels are made ready meanwhile."""
+    readied = []
+    monkeypatch.setattr(devices, "ready_triton", lambda: readied.append(True))
+
     @devices.on_its_device
     def function(x, *, device):
         return x, str(device), list(map(str, two_gpus))
 
     assert function(3, device=device) == (3, "cpu" if device == "cpu" else "cuda:1", entered)
+    assert len(readied) == len(entered)
 
 
 def test_all_of_a_run_is_within(monkeypatch):
