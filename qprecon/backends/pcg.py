@@ -27,7 +27,7 @@ _CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error es
 _DEFAULT_LIMIT = 1000
 _ALIGNMENT = 64  # columns
 _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
-"""A smaller tolerance takes the float16 product a second round, from a new residual. Up to so many inputs, where an iteration is
+"""A smaller tolerance may take the float16 product a second round, from a new residual. Up to so many inputs, where an iteration is
 mostly launches, the full product gets there in one: 18 iterations at 1024 inputs and tol=1e-6 (an H200, backends_gpu.json)."""
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the halves. On an

@@ -2,7 +2,8 @@
 
 On a GPU H is split as FFᵀ + E: the few large eigenvalues, F(FᵀP), nearly as in float32, and the small rest E·P in float16
 with float32 accumulation. Without the split the rounding of the large part drowns the small one. The residual recurrence is then
-good to a relative gap of 1e-6 to 1e-5 on real layers; beyond that the core's audit restarts it from a float64 residual.
+good to a relative gap of some 1e-7 on real layers (tests/backends/test_product.py); beyond that the core's audit restarts it from a
+float64 residual.
 
 float16 needs numbers of one size: with S = diag(s), s a power of two near √H_ii, the product is S[Ê + F̂F̂ᵀ]S·P.
 """
