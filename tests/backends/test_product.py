@@ -48,7 +48,8 @@ def test_a_product_of_any_size_in_halves(tensor_cores, scale):
     wanted_NK, root_N1 = h_NN.double() @ p_NK.double(), h_NN.double().diagonal()[:, None].sqrt()
     rest_NN = (h_NN - low.factor_Nr @ low.factor_Nr.T).double().abs()
     captured_NK = low.factor_Nr.double().abs() @ (low.factor_Nr.double().abs().T @ p_NK.double().abs())
-    allowed_NK = 2.0**-10 * rest_NN @ p_NK.double().abs() + 5e-6 * captured_NK + 1e-6 * root_N1 * (root_N1 * p_NK.double()).abs().sum(0)
+    mass_K = (root_N1 * p_NK.double()).abs().sum(0)
+    allowed_NK = 2.0**-10 * rest_NN @ p_NK.double().abs() + 5e-6 * captured_NK + 1e-6 * root_N1 * mass_K
     assert ((multiply(p_NK).double() - wanted_NK).abs() <= allowed_NK).all()
 
 
