@@ -1,4 +1,4 @@
-"""Products from float16 halves, as a GPU makes them; here in float32 of the same halves, with errors of tensor cores' size added."""
+"""Products from float16 halves, as a GPU makes them: in float32 of the same halves, with errors of tensor cores' size."""
 
 import numpy as np
 import pytest
