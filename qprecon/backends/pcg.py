@@ -32,7 +32,7 @@ mostly launches, the full product gets there in one: 18 iterations at 1024 input
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the halves. On an
 H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces of then (layer_phases_tried.json)."""
-_FEW, _FEW_LEFT, _FEW_PATIENCE = 64, "few left", 12
+_FEW, _FEW_LEFT, _FEW_PATIENCE = 64, "few left", 21
 """When so few columns are left after so many iterations more, they go on alone: the rounding of the halves may hold them up. In the
 8B shape's second block one chunk of 2048 columns took 150 iterations for a column that then broke down, the other one 21 (an H200).
 Not at once: full products for three slow columns of 14336 inputs took as long as half the iterations of their chunk, 20 ms."""
