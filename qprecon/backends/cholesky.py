@@ -76,14 +76,18 @@ def _least_norm(block_II: np.ndarray, residual_I: np.ndarray) -> np.ndarray:
 
 
 def _solve_batched(hessian_NN: Array, chunk: Chunk) -> RawColumns:
-    """On a GPU: batches of A with the pruned rows and columns replaced by the identity's."""
+    """On a GPU: batches of A with the pruned rows and columns replaced by the identity's; large ones one by one, without them."""
     torch = namespace(hessian_NN)
     n, k = chunk.start_NK.shape
     itemsize = 8 if dtype_name(hessian_NN) == "float64" else 4
     size = max(1, int(_GPU_BATCH_BYTES // (3 * n * n * itemsize)))
     out_NK = chunk.start_NK.clone()
     failed_K = torch.zeros(k, dtype=torch.bool, device=hessian_NN.device)
-    for first in range(0, k, size):
+    for j in range(k if size == 1 else 0):
+        index_I = chunk.mask_NK[:, j].nonzero()[:, 0]
+        step_I, failed_K[j] = _solve_alone(hessian_NN[index_I][:, index_I], chunk.residual_NK[index_I, j])
+        out_NK[index_I, j] += step_I
+    for first in range(0, k if size > 1 else 0, size):
         some = slice(first, min(first + size, k))
         kept_BN = cast(chunk.mask_NK[:, some].T, dtype_name(hessian_NN))
         block_BNN = hessian_NN[None] * kept_BN[:, :, None] * kept_BN[:, None, :]
@@ -96,3 +100,12 @@ def _solve_batched(hessian_NN: Array, chunk: Chunk) -> RawColumns:
         out_NK[:, some] += step_BN1[:, :, 0].T
     status = np.where(failed_K.cpu().numpy(), "singular: not solved", "solved").astype(object)
     return RawColumns(out_NK, status)
+
+
+def _solve_alone(block_II: Array, residual_I: Array) -> tuple[Array, Array]:
+    """A column's step, refined once, and whether its block has no factor."""
+    torch = namespace(block_II)
+    factor_II, info = torch.linalg.cholesky_ex(block_II)
+    solved = lambda right_I: torch.cholesky_solve(right_I[:, None], factor_II)[:, 0]  # noqa: E731
+    step_I = solved(residual_I)
+    return step_I + solved(residual_I - block_II @ step_I), info != 0

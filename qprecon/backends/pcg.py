@@ -32,10 +32,11 @@ mostly launches, the full product gets there in one: 18 iterations at 1024 input
 _FULL_WORK = 2.0**30
 """N²K up to which the full product is taken whatever the tolerance: float32 takes no longer than the launches for the halves. On an
 H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces of then (layer_phases_tried.json)."""
-_FEW, _FEW_LEFT, _FEW_PATIENCE = 64, "few left", 21
-"""When so few columns are left after so many iterations more, they go on alone: the rounding of the halves may hold them up. In the
-8B shape's second block one chunk of 2048 columns took 150 iterations for a column that then broke down, the other one 21 (an H200).
-Not at once: full products for three slow columns of 14336 inputs took as long as half the iterations of their chunk, 20 ms."""
+_FEW, _FEW_LEFT = 64, "few left"
+"""When so few columns are left for a second time, they go on alone: a wide iteration costs the same for all, and the columns that
+take long are as a rule those that rounding holds up. In the 8B shape's second block one chunk of 2048 columns took 150 iterations
+for a column that then broke down, the other one 21 (an H200). Waiting for them in halves, without the others, gains nothing: 21
+iterations more did not finish the slow columns of that block."""
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
 over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""
@@ -184,8 +185,8 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
     every = _CHECK_EVERY[device]
     state, out = State.begin(chunk, ops, every), None
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
-    step, best, few, columns = state.step, (0, np.inf), 0, chunk.start_NK.shape[1]
-    first_recorded = 2 if columns > _FEW else _RECORDED_LATE
+    step, best, before = state.step, (0, np.inf), chunk.start_NK.shape[1]
+    first_recorded = 2 if before > _FEW else _RECORDED_LATE
     share, least = _LEFT_ALONE[device]
     for iteration in range(1, limit + 1):
         if iteration == first_recorded and ops.takes_no_memory:
@@ -200,11 +201,10 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         if ops.is_rough and iteration - best[0] >= _PATIENCE:
             status = "stalled"
             break
-        if ops.is_rough and left <= _FEW and columns > 2 * _FEW and iteration != limit:
-            few = few or iteration
-            if iteration - few >= _FEW_PATIENCE:
-                status = _FEW_LEFT
-                break
+        if ops.is_rough and before <= _FEW and chunk.start_NK.shape[1] > 2 * _FEW and iteration != limit:
+            status = _FEW_LEFT
+            break
+        before = left
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break

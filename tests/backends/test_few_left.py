@@ -35,7 +35,6 @@ def rough(monkeypatch):
         monkeypatch.setattr(pcg, "device_type", lambda x: "cuda")
         monkeypatch.setattr(pcg, "chosen_precision", lambda *given: "fp16")
         monkeypatch.setattr(pcg, "FactorInHalves", Factor)
-        monkeypatch.setattr(pcg, "_FEW_PATIENCE", 3)
         monkeypatch.setattr(pcg, "_FULL_WORK", 0.0)
         monkeypatch.setattr(pcg, "_FULL_UP_TO", 0)
         monkeypatch.setattr(Plain, "is_rough", True)
@@ -63,18 +62,6 @@ def test_a_few_that_are_held_up_go_on_alone(rough, share):
     assert set(widths) == {256} and len(widths) <= usual.iterations.max() + 9
     others = [column for column in range(200) if column not in (7, 150)]
     assert solution.iterations[others].max() <= usual.iterations.max() + 6
-
-
-@pytest.mark.parametrize("patience, alone", [(3, True), (pcg._FEW_PATIENCE, False)])
-def test_a_few_that_are_only_slow_are_waited_for(rough, monkeypatch, patience, alone):
-    """All others keep three inputs and are done at the first look."""
-    h_NN, w_NK, mask_NK = _problem()
-    mask_NK[3:, 20:] = False
-    rough([], 0.0)
-    monkeypatch.setattr(pcg, "_FEW_PATIENCE", patience)
-    solution = qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01, tol=1e-6, dtype="float32")
-    assert solution.optimal.all() and solution.iterations[20:].max() == 3 < solution.iterations[:20].min()
-    assert ("few_columns" in solution.provenance.automatic) == alone
 
 
 def test_those_that_go_on_do_so_without_the_others(rough, monkeypatch):

@@ -20,6 +20,7 @@ from .factor import FactorInHalves
 _ONE_BY_ONE = 4
 """Columns up to which their products are made one by one: a library's product of two took an H200 as long as reading a matrix of
 14336 inputs eight times."""
+_PANEL = 4096  # rows
 _LIFT, _ROOM = 2.0**7, 2.0**8
 """What Ê, whose entries are 1 at most, is multiplied by, as small numbers of float16 lose digits; room for N large ones in F̂ᵀSP."""
 
@@ -84,8 +85,10 @@ def product(hessian_NN: Array, factor_Nr: Array | None, precision: str) -> Any:
     row_N1, n = _roots(hessian_NN.diagonal())[:, None], len(hessian_NN)
     factor = FactorInHalves(factor_Nr / row_N1, row_N1)
     wide_NM = factor.wide_N3r.new_empty(n, n + factor.wide_N3r.shape[1])
-    rest_NN = hessian_NN.addmm(factor_Nr, factor_Nr.T, alpha=-1.0)
-    wide_NM[:, :n] = rest_NN.div_(row_N1 / _LIFT).div_(row_N1.T)
+    for first in range(0, n, _PANEL):  # E in float32 is a second H
+        rows = slice(first, min(first + _PANEL, n))
+        rest_RN = hessian_NN[rows].addmm(factor_Nr[rows], factor_Nr.T, alpha=-1.0)
+        wide_NM[rows, :n] = rest_RN.div_(row_N1[rows] / _LIFT).div_(row_N1.T)
     wide_NM[:, n:] = factor.wide_N3r
     return Split(factor, wide_NM)
 
