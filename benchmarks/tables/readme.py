@@ -49,6 +49,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "whole changes": speed.whole,
         "block": speed.block,
         "block passes": speed.block_passes,
+        "block halves": speed.block_halves,
+        "layer halves": speed.layer_halves,
         "launches": speed.launches,
         "real": seconds.real_layers,
         "masks": seconds.selection,

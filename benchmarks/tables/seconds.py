@@ -36,9 +36,10 @@ def _cards(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         ran.setdefault(row["gpu"], []).append(row)
     first, *others = sorted(ran.items(), key=lambda item: -len(item[1]))
-    told = [f"one {first[0]}, {max(row['date'] for row in first[1])[:10]}"]
+    days = lambda runs: " to ".join(sorted({min(r["date"] for r in runs)[:10], max(r["date"] for r in runs)[:10]}))  # noqa: E731
+    told = [f"one {first[0]}, {days(first[1])}"]
     names = lambda runs: ", ".join(r["model"].removesuffix(", random weights") for r in runs)  # noqa: E731
-    told += [f"{names(runs)} on one {gpu}, {max(r['date'] for r in runs)[:10]}" for gpu, runs in others]
+    told += [f"{names(runs)} on one {gpu}, {days(runs)}" for gpu, runs in others]
     return "; ".join(told)
 
 

@@ -29,6 +29,11 @@ PREDICTED_PASSES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("sketches", ("sketch",), "eigenvectors from the host", "4"),
 )
 """The same for the changes after those."""
+PREDICTED_HALVES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("iterations", ("iterations",), "two float16 numbers in place of three bfloat16; x takes its step where p is read", "150"),
+    ("E and F", ("split H",), "E is scaled by the roots of the diagonal", "4"),
+)
+"""And for those after them."""
 
 
 def block() -> str:
@@ -39,6 +44,11 @@ def block() -> str:
 def block_passes() -> str:
     """The same for the changes after those, from two machines of one kind."""
     return _block("block_profile_passes", PREDICTED_PASSES)
+
+
+def block_halves() -> str:
+    """And for those after them."""
+    return _block("block_profile_halves", PREDICTED_HALVES)
 
 
 def _block(name: str, rows: tuple[tuple[str, tuple[str, ...], str, str], ...]) -> str:
@@ -124,6 +134,21 @@ def layers() -> str:
     return table(head, body) + f"\n\n{note} {found['about']['gpu']}, {found['about']['date']}."
 
 
+def layer_halves() -> str:
+    """Single layers before and after products in halves, on two machines of one kind."""
+    found = load("layer_halves")
+    body = [
+        [
+            before["problem"], f"{1e3 * before['busy_seconds']:.1f}", f"{1e3 * after['busy_seconds']:.1f}",
+            f"{1e3 * before['seconds']:.1f}", f"{1e3 * after['seconds']:.1f}",
+        ]
+        for before, after in zip(found["before"]["layers"], found["after"]["layers"], strict=True)
+    ]  # fmt: skip
+    about = found["after"]["about"]
+    note = f"Milliseconds. {about['gpu']}, torch {about['torch']}, {found['before']['about']['date']} and {about['date']}."
+    return table(["layer", "GPU busy before", "after", "whole call before", "after"], body) + f"\n\n{note}"
+
+
 def launches() -> str:
     """Fewer launches from the host, before and after in one run each."""
     found = load("layer_launches")
@@ -157,6 +182,10 @@ WHOLE: tuple[tuple[str, str, str | None, str], ...] = (
     ("one product less, one kernel for sums. Reports", "passes", "measure", "0.7 s less"),
     ("eigenvectors of sketches by numpy with all threads (not kept). Solves", "passes", "solve", "0.4 s less"),
     ("all of these", "passes", None, "2.8 s less"),
+    ("32 blocks, `fast`: these eigenvectors by one thread. Solves", "thread", "solve", "4 s less"),
+    ("all beside the disk", "thread", None, "4 s less"),
+    ("32 blocks, `fast`: two float16 numbers in place of three bfloat16. Solves", "halves", "solve", "1.2 s less"),
+    ("all beside the disk, on another host", "halves", None, ""),
 )  # fmt: skip
 """A row: what changed, the runs of ``whole_before_after.json``, the part of their seconds (None: all beside the disk), and what was
 predicted."""

@@ -35,8 +35,8 @@ H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces of then 
 _FEW, _FEW_LEFT = 64, "few left"
 """When so few columns are left for a second time, they go on alone: a wide iteration costs the same for all, and the columns that
 take long are as a rule those that rounding holds up. In the 8B shape's second block one chunk of 2048 columns took 150 iterations
-for a column that then broke down, the other one 21 (an H200). Waiting for them in halves, without the others, gains nothing: 21
-iterations more did not finish the slow columns of that block."""
+for a column that then broke down, the other one 21 (an H200). Waiting for them in halves, without the others, gains nothing:
+docs/performance.md, "What was tried"."""
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
 over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""

@@ -142,8 +142,8 @@ class Fused:
     def _rz(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, scalars: Scalars) -> None:
         """rᵀz of the new r, and its ratio to the old.
 
-        Σ r_i²/D_i − (Fᵀr)ᵀK(Fᵀr) would need no pass, but it is not that of the z that p is made of: on the hard layer of
-        `layers/phases.py` they were up to 10 % apart, and some columns took twice as many iterations.
+        rᵀD⁻¹r − vᵀKv with v = (D⁻¹F)ᵀr would need no pass, but it is not quite that of the z that p is made of: where an input is
+        massive nearly all of it cancels, and some columns take many more iterations.
         """
         self._dot(r_NK, w_NK, self.w_row_N)
         _beta[self.line](
