@@ -35,7 +35,7 @@ from qprecon.llm.reporting.outcome import versions
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
 from qprecon.llm.storage.companions import Companions, find_companions
 from qprecon.llm.storage.in_memory import MemoryBlocks
-from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.storage.journal import Journal, digest, digest_of_windows
 from qprecon.llm.storage.other_ranks import FollowedBlocks, FollowedJournal, finished_entries
 from qprecon.llm.storage.output import EXPLAINED, claim_output, partial_folder
 from qprecon.llm.storage.replacing import restore
@@ -171,10 +171,15 @@ def _third_parties(method: Method) -> dict[str, str]:
     """The code of a mask or a backend that is not built in: one that has changed would make another model's second half."""
     found = {}
     if method.mask not in SELECTORS:
-        found[f"code of mask {method.mask}"] = source_identity(get_selector(method.mask).module)
+        found[f"code of mask {method.mask}"] = _checksum(get_selector(method.mask).module)
     if method.backend not in ("auto", *(record.name for record in BUILT_IN)):
-        found[f"code of backend {method.backend}"] = source_identity(find_backend(method.backend).target)
+        found[f"code of backend {method.backend}"] = _checksum(find_backend(method.backend).target)
     return found
+
+
+def _checksum(module: str) -> str | None:
+    found = source_identity(module)
+    return f"sha256 {found}" if found else None
 
 
 def fingerprint(
@@ -190,7 +195,7 @@ def fingerprint(
         "model configuration": digest({**model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # Of all blocks only samples are compared, and the checksums of finished ones. Other times may hide other weights.
         "times of model files": shards.modified if of_all else {},
-        "calibration": [digest(torch.cat(samples)), len(samples), digest(torch.tensor([sample.numel() for sample in samples]))],
+        "calibration": digest_of_windows(samples),
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "device": device.type,  # which one of a kind makes no difference
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given

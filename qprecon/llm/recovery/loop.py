@@ -34,7 +34,7 @@ from qprecon.llm.reporting.outcome import among_ranks, versions
 from qprecon.llm.reporting.report import RECOVERY_NAME
 from qprecon.llm.settings.fields import takes
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
-from qprecon.llm.storage.journal import Journal, digest
+from qprecon.llm.storage.journal import Journal, digest, digest_of_windows
 from qprecon.llm.storage.output import check_output, check_writable, partial_folder, save_model
 from qprecon.llm.storage.replacing import check_apart, check_kept, restore, tidy
 from qprecon.wording import counted
@@ -229,7 +229,7 @@ def _journal(task: Task, recovery: Recovery, out: Path, resume: bool, log: RunLo
         "dense model": identity(task.pair.dense),
         "masks": digest({item.name: item.bits for item in task.selected.trained}),
         **digest(recovery.settings()),
-        "calibration": digest({"tokens": torch.cat([*task.windows]), "lengths": torch.tensor([len(own) for own in task.windows])}),
+        "calibration": digest_of_windows(task.windows),
         "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "cpu",
     }
     journal = Journal.begin(partial_folder(out), fingerprint, resume)

@@ -169,7 +169,7 @@ def identity(model: nn.Module) -> dict[str, Any]:
     tensors = model.state_dict()
     return {
         "configuration": digest({**model.config.to_dict(), "_name_or_path": None}),
-        **{name: tensor_checksum(tensor.detach().cpu()) for name, tensor in tensors.items()},
+        **{name: f"crc32 {tensor_checksum(tensor.detach().cpu()):08x}" for name, tensor in tensors.items()},
     }
 
 

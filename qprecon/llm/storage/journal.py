@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ STATE = "state"  # the entry of how far a recovery is
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
 _OVER = "; start over with resume=False"
 _MOST = 5  # differences that are listed
+_CHECKSUM = re.compile(r"(?:\(([\d, ]*)\) torch\.(\w+) )?(?:header|sha256|crc32) [0-9a-f]+(?:, sampled [0-9a-f]+)?")
 
 
 class Journal:
@@ -250,6 +252,11 @@ def digest(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def digest_of_windows(windows: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Of calibration windows, (T,) each, by the words that name it in an error."""
+    return {"tokens": digest(torch.cat([*windows])), "lengths of windows": digest(torch.tensor([len(each) for each in windows]))}
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -264,6 +271,21 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         if isinstance(was, dict) and isinstance(is_, dict):  # a configuration has dozens of keys that are alike
             found += [f"{key}: {difference}" for difference in _differences(was, is_)]
         else:
-            was, is_ = ("not given" if value is None else repr(value) for value in (was, is_))
-            found.append(f"{key} was {was}, is {is_}")
+            found.append(_difference(key, was, is_))
     return found
+
+
+def _difference(key: str, was: Any, is_: Any) -> str:
+    """In words where checksums differ, as they say nothing themselves: of tensors the sizes, if these are others."""
+    both = [_CHECKSUM.fullmatch(value) if isinstance(value, str) else None for value in (was, is_)]
+    if all(both):
+        before, now = (" x ".join(re.findall(r"\d+", each[1] or "")) + f" {each[2]}" for each in both if each)
+        return f"{key}: {'not the same as before' if before == now else f'{before} before, {now} now'}"
+    was, is_ = ("not given" if value is None else "given" if _has_checksum(value) else repr(value) for value in (was, is_))
+    return f"{key} was {was}, is {is_}"
+
+
+def _has_checksum(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_checksum, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and _CHECKSUM.fullmatch(value) is not None

@@ -219,5 +219,6 @@ def test_folders_that_have_changed_are_refused(which, what, tmp_path, monkeypatc
         changed.config.rms_norm_eps = 1e-3
     changed.save_pretrained(tmp_path / which)
     where = "dense model: " if which == "dense" else "model: "
-    with pytest.raises(ValueError, match=where + ("model.norm.weight was" if what == "norm" else "configuration")):
+    said = "model.norm.weight: not the same as before" if what == "norm" else "configuration"
+    with pytest.raises(ValueError, match=where + said):
         go()
