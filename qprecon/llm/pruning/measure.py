@@ -228,7 +228,8 @@ def _row(layer: LayerPlan, counted: _Counted) -> LayerRow:
 def _figures(
     energy: Energy, ridge: float, rebuilt: Rebuilt, stored_NK: torch.Tensor, method: Method, narrow: bool
 ) -> torch.Tensor:
-    """Per column, (7, K): tr(DᵀHD) of the dense, the masked, the new and the stored weights, undamped; zeros, kept, finite.
+    """Per column, (7, K): tr(DᵀHD) of the dense, the masked, the new and the stored weights, undamped; zeros, kept, finite. Beside
+    adapters, which make up for the rest, the first two are of the weights that were asked for.
 
     The solver's objectives are float64 and of the damped problem, DᵀHD + λ‖D‖², so that no product is needed for theirs. narrow:
     whether the dense weights are exact in bfloat16.
@@ -237,24 +238,23 @@ def _figures(
     values_of_the_model = method.update != "own" and method.quantize == "none" and not method.adapter_rank
     unchanged = stored_NK is new_NK or (solution is None and values_of_the_model)
     changed = values_of_the_model and not unchanged
-    sums = energy.sums(dense_NK, mask_NK, new_NK, stored_NK, narrow=narrow, changed=changed)
+    sums = energy.sums(dense_NK, mask_NK, new_NK, stored_NK, narrow=narrow, changed=changed, of_dense=not rebuilt.is_adapted)
     dense_K, added_K, pruned_K, moved_K, zeros_K, kept_K, finite_K = sums
-    if solution is None:
-        new_K = energy(new_NK - dense_NK)
+    undamped = lambda f, square_K: torch.as_tensor(f, device=square_K.device) - ridge * square_K  # noqa: E731
+    bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
+    new_K = energy(new_NK - dense_NK) if solution is None else undamped(solution.objective, moved_K)
+    if rebuilt.is_adapted:
+        dense_K, masked_K = energy(rebuilt.asked_NK), energy(rebuilt.asked_NK * ~mask_NK)
+    elif solution is None:
         masked_K = energy(dense_NK * mask_NK - dense_NK) if method.update == "own" else new_K  # otherwise they are the same
     else:
-        undamped = lambda f, square_K: torch.as_tensor(f, device=square_K.device) - ridge * square_K  # noqa: E731
-        bounded = not method.solve_options.keys().isdisjoint(("lower", "upper"))  # then the solver's start is clipped to them
         masked_K = energy(dense_NK * ~mask_NK) if bounded else undamped(solution.baseline_objective, pruned_K)
-        new_K = undamped(solution.objective, moved_K)
     if unchanged:
         stored_K = new_K
     elif changed:
         stored_K = (new_K + added_K).clamp(min=0)
     else:
         stored_K = energy(stored_NK - dense_NK)
-    if rebuilt.is_adapted:  # beside adapters, which make up for the rest
-        dense_K, masked_K = energy(rebuilt.asked_NK), energy(rebuilt.asked_NK * ~mask_NK)
     rows = (dense_K.clamp(min=0), masked_K, new_K, stored_K, zeros_K, kept_K, finite_K == len(stored_NK))
     return torch.stack([row.double() for row in rows])
 

@@ -31,11 +31,11 @@ class Energy:
 
     def sums(
         self, dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor, *, narrow: bool,
-        changed: bool,
+        changed: bool, of_dense: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        """What a report wants of each column, (7, K) float64: the energy of the dense weights; what stored weights cost above new
-        ones, 0 unless `changed`; ‖pruned weights‖²; ‖new − dense‖²; how many stored weights are zero, how many are kept, how many
-        stored are finite. narrow: whether the dense weights are exact in bfloat16.
+        """What a report wants of each column, (7, K) float64: the energy of the dense weights, 0 unless `of_dense`; what stored
+        weights cost above new ones, 0 unless `changed`; ‖pruned weights‖²; ‖new − dense‖²; how many stored weights are zero, how
+        many are kept, how many stored are finite. narrow: whether the dense weights are exact in bfloat16.
 
         The second is dᵀH(new + stored − 2 dense) with d = stored − new: on a GPU to 2⁻⁸ of itself, from the high halves. As d is
         small, the stored weights' own energy is far more exact so than as a product of its own.
@@ -43,8 +43,9 @@ class Energy:
         parts = []
         panels = (x_NK.split(_PANEL, dim=1) for x_NK in (dense_NK, mask_NK, new_NK, stored_NK))
         for dense, mask, new, stored in zip(*panels, strict=True):
-            products = self._product(dense, narrow), self._product_of_change(stored, new) if changed else None
-            parts.append(_sums(dense, mask, new, stored, *products))
+            of_dense_NK = self._product(dense, narrow) if of_dense else None
+            of_change_NK = self._product_of_change(stored, new) if changed else None
+            parts.append(_sums(dense, mask, new, stored, of_dense_NK, of_change_NK))
         return torch.cat(parts, 1)
 
     def _product(self, d_NK: torch.Tensor, narrow: bool) -> torch.Tensor:
@@ -71,17 +72,18 @@ def _column_sums(product_NK: torch.Tensor, other_NK: torch.Tensor) -> torch.Tens
 
 
 def _sums(
-    dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor, of_dense_NK: torch.Tensor,
-    of_change_NK: torch.Tensor | None,
+    dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor,
+    of_dense_NK: torch.Tensor | None, of_change_NK: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """`Energy.sums` of some columns from the products of H with the dense weights and with the change."""
     if TRITON and dense_NK.is_cuda and dense_NK.numel():
         from qprecon.llm.statistics.energy_kernel import column_sums
 
         return column_sums(dense_NK, mask_NK, new_NK, stored_NK, of_dense_NK, of_change_NK)
-    energy_K = _column_sums(of_dense_NK, dense_NK)
+    none_K = torch.zeros(dense_NK.shape[1], dtype=torch.float64, device=dense_NK.device)
+    energy_K = none_K if of_dense_NK is None else _column_sums(of_dense_NK, dense_NK)
     both_NK = None if of_change_NK is None else torch.add(new_NK, stored_NK).sub_(dense_NK, alpha=2)
-    added_K = torch.zeros_like(energy_K) if both_NK is None else _column_sums(of_change_NK, both_NK)
+    added_K = none_K if both_NK is None else _column_sums(of_change_NK, both_NK)
     squares = [torch.linalg.vector_norm(x_NK, dim=0).square() for x_NK in (dense_NK * ~mask_NK, new_NK - dense_NK)]
     counts = [x_NK.sum(0) for x_NK in (stored_NK == 0, mask_NK, stored_NK.isfinite())]
     return torch.stack([row.double() for row in (energy_K, added_K, *squares, *counts)])

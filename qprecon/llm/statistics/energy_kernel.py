@@ -12,7 +12,8 @@ from qprecon.proof.kernels import COLS, ROWS, strips
 @triton.jit(do_not_specialize=["n", "steps"])  # else compiled anew where one is 1, or divisible by 16
 def _column_sums(
     dense_ptr, mask_ptr, new_ptr, stored_ptr, of_dense_ptr, of_change_ptr, out_ptr, n, k, dense_row, dense_col, mask_row, mask_col,
-    new_row, new_col, stored_row, stored_col, steps, CHANGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    new_row, new_col, stored_row, stored_col, steps, DENSE: tl.constexpr, CHANGED: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
     energy, added = tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64)
@@ -25,7 +26,8 @@ def _column_sums(
         new = tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
         stored = tl.load(stored_ptr + rows * stored_row + cols * stored_col, inside, 1.0)
         mask = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 1) != 0
-        energy += tl.sum(dense * tl.load(of_dense_ptr + rows * k + cols, inside, 0.0).to(tl.float64), 0)[None, :]
+        if DENSE:
+            energy += tl.sum(dense * tl.load(of_dense_ptr + rows * k + cols, inside, 0.0).to(tl.float64), 0)[None, :]
         if CHANGED:
             both = tl.where(inside, (new - dense) + (stored.to(tl.float64) - dense), 0.0)
             added += tl.sum(both * tl.load(of_change_ptr + rows * k + cols, inside, 0.0).to(tl.float64), 0)[None, :]
@@ -46,17 +48,18 @@ def _column_sums(
 
 
 def column_sums(
-    dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor, of_dense_NK: torch.Tensor,
-    of_change_NK: torch.Tensor | None,
+    dense_NK: torch.Tensor, mask_NK: torch.Tensor, new_NK: torch.Tensor, stored_NK: torch.Tensor,
+    of_dense_NK: torch.Tensor | None, of_change_NK: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Of each column, (7, K) float64: denseᵀ(H·dense), (new + stored − 2 dense)ᵀ(H·change) or 0, ‖pruned weights‖², ‖new − dense‖²,
-    how many stored weights are zero, how many are kept, and how many stored weights are finite. The products in C order."""
+    """Of each column, (7, K) float64: denseᵀ(H·dense), (new + stored − 2 dense)ᵀ(H·change), ‖pruned weights‖², ‖new − dense‖²,
+    how many stored weights are zero, how many are kept, and how many stored weights are finite. The products in C order; 0 in the
+    place of what needs one that is None."""
     grid, steps, (n, k) = strips(dense_NK)
     out_7PK = torch.empty(7, grid[0], k, dtype=torch.float64, device=dense_NK.device)
-    changed = of_change_NK is not None
+    products = [dense_NK if product_NK is None else product_NK for product_NK in (of_dense_NK, of_change_NK)]
     with torch.cuda.device(dense_NK.device):
         _column_sums[grid](
-            dense_NK, mask_NK, new_NK, stored_NK, of_dense_NK, of_change_NK if changed else of_dense_NK, out_7PK, n, k,
-            *dense_NK.stride(), *mask_NK.stride(), *new_NK.stride(), *stored_NK.stride(), steps, changed, ROWS, COLS,
+            dense_NK, mask_NK, new_NK, stored_NK, *products, out_7PK, n, k, *dense_NK.stride(), *mask_NK.stride(), *new_NK.stride(),
+            *stored_NK.stride(), steps, of_dense_NK is not None, of_change_NK is not None, ROWS, COLS,
         )  # fmt: skip
     return out_7PK.sum(1)

@@ -1,5 +1,6 @@
 """Adapters: the best low-rank part in H's norm, alternated with the solve, in files that peft loads."""
 
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from qprecon.llm import prune_model
 from qprecon.llm.lowbit import adapter
 from qprecon.llm.lowbit.adapter import adapters_of, low_rank, remove_adapters
 from qprecon.llm.model.linears import LinearView
+from qprecon.llm.statistics.energy import Energy
 from tests.contract.families import real_layer
 from tests.llm.families import build, tokens
 
@@ -86,6 +88,30 @@ def test_the_error_is_that_of_weights_and_adapter_together():
     new_NK = model.get_submodule(name).weight.detach().T.double() + adapters_of(model)[name].product_NK.double()
     error = (x_TN @ (new_NK - w_NK)).square().sum() / (x_TN @ w_NK).square().sum()
     assert report.layers[0].error_stored == pytest.approx(float(error), rel=1e-3)
+
+
+@pytest.mark.own
+@pytest.mark.parametrize(("more", "each"), [
+    ({}, 2), ({"solve_options": {"upper": 0.1}, "backend": "auto"}, 2), ({"update": "none"}, 3),
+    ({"quantize": "int4", "group_size": 16}, 3),
+])  # fmt: skip
+def test_the_report_makes_no_product_that_it_does_not_use(more, each, monkeypatch):
+    """Of what was asked for, of that where it is pruned, and where it is not known from a solve of what is new and of what is
+    stored. The rows are the same to the bit as with the product that they leave out."""
+    made, product, sums, groups = [], Energy._product, Energy.sums, []
+    monkeypatch.setattr(Energy, "_product", lambda *given: made.append(1) or product(*given))
+    monkeypatch.setattr(Energy, "sums", lambda *given, **words: groups.append(1) or sums(*given, **words))
+    rows = measured(more)
+    assert len(made) == each * len(groups) > 0
+    made.clear()
+    monkeypatch.setattr(Energy, "sums", lambda *given, **words: sums(*given, **words | {"of_dense": True}))
+    assert measured(more) == rows and len(made) == (each + 1) * len(groups)
+
+
+def measured(settings):
+    """The report's rows, but for the times."""
+    rows = prune_model(small(), tokens(6), **SETTINGS | settings).layers
+    return [{name: value for name, value in asdict(row).items() if "seconds" not in name} for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def test_energies_from_split_halves(device):
 
 
 @pytest.mark.parametrize("n, k", [(512, 96), (515, 33), (64, 9000)])
-@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize(("changed", "of_dense"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_of_columns(device, n, k, changed):
+def test_sums_of_columns(device, n, k, changed, of_dense):
     torch.manual_seed(0)
     x = torch.randn(4096, n, device=device) * torch.logspace(-2, 2, n, device=device)
     hessian, dense = x.T @ x, torch.randn(k, n, device=device).bfloat16().float().T  # as a layer's weights lie
@@ -35,11 +35,12 @@ def test_sums_of_columns(device, n, k, changed):
     energy = lambda d: (d.double() * (hessian.double() @ d.double())).sum(0)  # noqa: E731
     squares = [(d.double() ** 2).sum(0) for d in (dense * ~mask, new - dense)]
     expected = [energy(dense), energy(stored - dense) - energy(new - dense), *squares, (stored == 0).sum(0), mask.sum(0)]
-    sums = Energy(hessian).sums(dense, mask, new, stored, narrow=True, changed=changed)
+    expected[0] *= of_dense
+    sums = Energy(hessian).sums(dense, mask, new, stored, narrow=True, changed=changed, of_dense=of_dense)
     near = [(1e-4, 0.0), (0.0, 0.02 * float(expected[1].abs().max())), *[(2e-6, 0.0)] * 2, *[(0.0, 0.0)] * 3]
     for mine, own, (rtol, atol) in zip(sums, [*expected, torch.full((k,), n, device=device)], near, strict=True):
         torch.testing.assert_close(mine, own.double(), rtol=rtol, atol=atol)
     stored = stored.clone()
     stored[3, 5], stored[4, 5] = torch.nan, torch.inf
-    finite = Energy(hessian).sums(dense, mask, new, stored, narrow=True, changed=changed)[6]
+    finite = Energy(hessian).sums(dense, mask, new, stored, narrow=True, changed=changed, of_dense=of_dense)[6]
     assert finite[5] == n - 2 and (finite == n).sum() == k - 1
