@@ -1,9 +1,11 @@
-"""Pieces of messages: counts, and the word that a misspelt one may have meant."""
+"""Pieces of messages: counts, the word that a misspelt one may have meant, damping that is advised."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+_USUAL_DAMPING = 0.01
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -28,3 +30,9 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", least: fl
     """The end of a message about an unknown word: the `nearest` known one; `otherwise` where none is near."""
     near = nearest(word, known, least)
     return otherwise if near is None else f"; did you mean {near!r}?"
+
+
+def more_damping(damping: float) -> str:
+    """What to add where there is so much damping: the usual one is named unless it is there already."""
+    usual = f", e.g. {_USUAL_DAMPING:g}" if damping < _USUAL_DAMPING else ""
+    return ("more damping" if damping > 0.0 else "damping") + usual

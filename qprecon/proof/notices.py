@@ -7,7 +7,7 @@ import numpy as np
 from ..arrays.interop import cast, to_numpy
 from ..arrays.linalg import add_to_diagonal, cholesky
 from ..problem.column_qp import ColumnQP
-from ..wording import counted
+from ..wording import counted, more_damping
 from .audit import FLOOR
 from .factor import known_to
 
@@ -64,10 +64,9 @@ def fitted_to_rounding(problem: ColumnQP, columns: np.ndarray) -> tuple[str, ...
     if not doubtful:
         return ()
     least = "at least " if budget < 0 else ""
-    more = "more damping" if hessian.damping > 0.0 else "damping"
     return (
         f"{least}{doubtful} of {counted(len(columns), 'certified column')} may follow H's own rounding: H was summed "
         "in float32, and is "
         "singular to that accuracy among the inputs that they keep, as with fewer tokens than kept inputs. The certificates hold "
-        f"for H as given: add {more}, e.g. 0.01, or tokens",
+        f"for H as given: add {more_damping(hessian.damping)}, or tokens",
     )

@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays.interop import cast, namespace, to_numpy
 from ..problem.column_qp import ColumnQP
 from ..status import Status
+from ..wording import more_damping
 
 _DIRECT, _WITH_BOUNDS = ("cholesky",), ("piqp", "clarabel")
 _MOST, _LEAST = 1e150, 1e-130  # of a column's mass: it is squared, and what is left of it by a solve, 1e-16 of it, is too
@@ -44,9 +45,9 @@ def advice(solve: Circumstances, status_K: np.ndarray, relative_gap_K: np.ndarra
 
 def _remedy(status: Status, solve: Circumstances, gap_K: np.ndarray) -> str | None:
     problem = solve.problem
-    damping = "more damping" if problem is not None and problem.damping > 0.0 else "some damping"
-    if status is Status.UNCERTIFIED and damping == "more damping":
-        return "add more damping"
+    damping = more_damping(0.0 if problem is None else problem.damping)
+    if status is Status.UNCERTIFIED:
+        return f"add {damping}"
     if status not in (Status.INACCURATE, Status.FELL_BACK):
         return None
     ways = [] if solve.dtype == "float64" else ["dtype='float64'"]

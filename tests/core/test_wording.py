@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import qprecon
-from qprecon.wording import counted, counted_of
+from qprecon.wording import counted, counted_of, more_damping
 
 PACKAGE = Path(qprecon.__file__).parent
 # What is a number of things for certain: how long something is, or how large in one direction.
@@ -20,6 +20,16 @@ def test_one_and_many():
     assert (counted_of(1, 1, "layer", "has", "have"), counted_of(2, 1200, "layer", "is", "are")) == (
         "1 of 1 layer has", "2 of 1,200 layers are",
     )  # fmt: skip
+
+
+def test_damping_that_is_there_is_not_advised():
+    assert [more_damping(damping) for damping in (0.0, 1e-4, 0.01, 0.5)] == [
+        "damping, e.g. 0.01", "more damping, e.g. 0.01", "more damping", "more damping",
+    ]  # fmt: skip
+
+
+def test_it_is_put_into_words_in_one_place():
+    assert [path.name for path in PACKAGE.rglob("*.py") if "more damping" in path.read_text(encoding="utf-8")] == ["wording.py"]
 
 
 def fixed_plurals(source):

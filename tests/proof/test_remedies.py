@@ -8,6 +8,7 @@ import pytest
 import qprecon
 from qprecon import Status
 from qprecon.problem.scaling import layer_scaling
+from qprecon.proof.notices import fitted_to_rounding
 from qprecon.proof.remedies import Circumstances, advice
 
 RNG = np.random.default_rng(0)
@@ -62,16 +63,16 @@ def test_bounds_on_the_side_that_an_rhs_pulls_to_make_a_minimum():
 @pytest.mark.parametrize(
     ("status", "backend", "dtype", "more", "gap", "said"),
     [
-        ("INACCURATE", "pcg", "float32", {}, 0.1, "use dtype='float64', a larger tol, backend='cholesky' or some damping"),
-        ("INACCURATE", "pcg", "float64", {}, 0.1, "use a larger tol, backend='cholesky' or some damping"),
+        ("INACCURATE", "pcg", "float32", {}, 0.1, "use dtype='float64', a larger tol, backend='cholesky' or damping, e.g. 0.01"),
+        ("INACCURATE", "pcg", "float64", {}, 0.1, "use a larger tol, backend='cholesky' or damping, e.g. 0.01"),
         ("INACCURATE", "pcg", "float64", {"damping": 0.01}, 2.0, "use backend='cholesky' or more damping"),
         ("INACCURATE", "cholesky", "float64", {"damping": 0.01}, 2.0, "use more damping"),
-        ("INACCURATE", "admm", "float64", {"lower": 0.0}, 0.1, "use a larger tol, backend='piqp' or some damping"),
-        ("INACCURATE", "piqp", "float64", {"lower": 0.0}, 0.1, "use a larger tol or some damping"),
-        ("FELL_BACK", "pcg", "float32", {}, 0.1, "use dtype='float64', backend='cholesky' or some damping"),
+        ("INACCURATE", "admm", "float64", {"lower": 0.0}, 0.1, "use a larger tol, backend='piqp' or damping, e.g. 0.01"),
+        ("INACCURATE", "piqp", "float64", {"lower": 0.0}, 0.1, "use a larger tol or damping, e.g. 0.01"),
+        ("FELL_BACK", "pcg", "float32", {}, 0.1, "use dtype='float64', backend='cholesky' or damping, e.g. 0.01"),
         ("FELL_BACK", "cholesky", "float64", {"damping": 0.01}, 0.1, "use another backend or more damping"),
-        ("UNCERTIFIED", "cholesky", "float64", {}, 2.0, "add damping (0.01 is usual)"),
-        ("UNCERTIFIED", "cholesky", "float64", {"damping": 1e-15}, 2.0, "add more damping"),
+        ("UNCERTIFIED", "cholesky", "float64", {}, 2.0, "add damping, e.g. 0.01"),
+        ("UNCERTIFIED", "cholesky", "float64", {"damping": 1e-15}, 2.0, "add more damping, e.g. 0.01"),
         ("ITERATION_LIMIT", "pcg", "float64", {}, 2.0, "raise max_iterations"),
         ("INVALID_INPUT", "pcg", "float64", {}, np.inf, "repair the input"),
     ],
@@ -85,11 +86,11 @@ def test_nothing_is_advised_that_is_so_already(status, backend, dtype, more, gap
 
 def test_of_a_solution_without_its_problem_what_is_known_is_said():
     lines = advice(Circumstances("pcg", "float64"), np.array([Status.INACCURATE], dtype=object), np.array([np.inf]))
-    assert lines[0].endswith(": use backend='cholesky' or some damping")
+    assert lines[0].endswith(": use backend='cholesky' or damping, e.g. 0.01")
 
 
 def test_an_indefinite_h_with_damping_is_told_to_take_more():
-    for damping, said in ((0.0, "add damping, e.g. 0.01$"), (0.01, "add more damping$")):
+    for damping, said in ((0.0, "add damping, e.g. 0.01$"), (0.001, "add more damping, e.g. 0.01$"), (0.01, "add more damping$")):
         with pytest.raises(ValueError, match=f"clearly indefinite.*{said}"):
             qprecon.solve(np.array([[1.0, 2], [2, 1]]), np.ones((2, 1)), np.ones((2, 1)), damping=damping)
 
@@ -101,6 +102,15 @@ def test_weights_that_follow_the_rounding_of_h_ask_for_more_than_there_is():
     weights, mask = rng.standard_normal((32, 4)).astype(np.float32), rng.random((32, 4)) < 0.75
     solution = qprecon.solve(x_TN.T @ x_TN, weights, mask, "cholesky", damping=1e-7, tol=0.5, dtype="float64")
     assert solution.notices[0].endswith("The certificates hold for H as given: add more damping, e.g. 0.01, or tokens")
+
+
+def test_of_the_usual_damping_more_is_asked_for_without_naming_it():
+    """Two inputs are the same and so far above 3000 others that 0.01 of the mean is below what their sums are known to."""
+    h_NN = np.eye(3000, dtype=np.float32)
+    h_NN[:2, :2] = 1e5
+    mask = np.arange(3000)[:, None] < 2
+    (said,) = fitted_to_rounding(qprecon.prepare(h_NN, damping=0.01).problem(np.ones((3000, 1)), mask), np.array([0]))
+    assert said.endswith("The certificates hold for H as given: add more damping, or tokens")
 
 
 def test_an_h_beyond_float64_is_not_told_to_take_float64():
