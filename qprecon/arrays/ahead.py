@@ -14,8 +14,9 @@ from .interop import TRITON
 def ready_triton() -> None:
     """Start that thread, where there is a Triton; without waiting for it.
 
-    Triton names a compiled kernel by a checksum of all its own files, 0.4 s on the first call, and imports another package of its
-    own. The checksum leaves Python to other threads. A Triton that has neither under these names does both at its first kernel.
+    Triton names a compiled kernel by a checksum of all its own files, which takes a while on the first call, and imports another
+    package of its own. The checksum leaves Python to other threads. A Triton that has neither under these names does both at its
+    first kernel.
     """
     if TRITON:
         threading.Thread(target=_ready, name="qprecon-triton", daemon=True).start()

@@ -188,7 +188,7 @@ def fitting_threads(n: int, k: int, library: str) -> Iterator[None]:
     """One thread for the BLAS of a small numpy problem, N inputs by K outputs.
 
     numpy and scipy bring a BLAS each, and for a while after a product the idle threads of the one spin in the way of the other's:
-    on two cores a layer of 128 x 128 took six times as long with two threads, one of 576 x 576 as long with one as with two.
+    on two cores a small layer takes several times as long with two threads, and a layer of some hundred inputs no longer with one.
     """
     if library != "numpy" or n * n * k > _ONE_THREAD:
         yield

@@ -5,7 +5,7 @@ are x = ŵ − start, so that x = 0 is the warm start, a pruned entry is fixed a
 the weights. MPAX minimises ½xᵀQx + cᵀx; Q = H and c = −residual make that half of f.
 
 Tolerance: MPAX stops on ‖gradient‖ ≤ ε‖c‖ and |xᵀgradient| ≤ ε·½f, of first order in the error where the gap is of second order.
-Measured at N 256, K 64: ε = 1e-4 leaves a certified gap of 1e-8 at κ 5e2 and of 1e-4 at κ 1e5. The core asks for half of ``tol`` at
+What gap the same ε leaves depends on the condition number, by orders of magnitude. The core asks for half of ``tol`` at
 first and for less where that was not enough, so ε is twice the chunk's tolerance.
 """
 

@@ -13,14 +13,15 @@ _TILE, _TILES_WANTED = 128, 264  # a float32 product's tile, and two for each un
 PANELS, PANELS_FROM = 8, 8192  # H is made in so many row panels of its upper triangle, from so many inputs on
 HALVED_FROM = 4096  # and in two of them
 HOST_PANELS, HOST_PANELS_FROM = 8, 256
-"""The same for torch on a CPU: 9/16 of a whole product's operations. It took 58 to 63 % of its time at 576 to 4864 inputs and 512
-rows, with sixteen panels 55 to 66 %, one thread of AMD EPYC."""
+"""The same for torch on a CPU: 9/16 of a whole product's operations. It took 58 to 64 % of its time at 576 to 4864 inputs
+(benchmarks/results/gram_cpu.json)."""
 _MIRRORED = 1024  # rows of the triangle that are turned at a time
 _LONGEST = 4096
 """Rows of 16 bits that one product sums at most, the largest last. Tensor cores cut off where they add, by the size of the sum so
 far: see ``qprecon.problem.hessian.ENTRY``."""
 _SHORT, _SMALL = 1024, 1024
-"""The same for so few inputs, which other kernels multiply: a product of 5000 rows was 2e-5 too small (an H200). With more inputs
+"""The same for so few inputs, which other kernels multiply: a product of 8192 rows of 1024 inputs was 2.6e-5 too small
+(benchmarks/results/gram_rows.json). With more inputs
 the sums of so short parts would take as long as the products."""
 
 

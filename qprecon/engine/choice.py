@@ -15,8 +15,8 @@ FLOAT32_TOLERANCE = 1e-7  # float32 cannot hold a smaller relative gap (its floo
 _FEW, _MODERATE = 8, 1024
 """On a CPU, one factor for each column is faster than shared iterations up to so many columns and inputs."""
 _SMALL = 1e11
-"""K·N³ up to which a GPU factors all columns in a batch faster than pcg runs: 7 ms against 14 at 256 x 256, 20 against 26 at 512 x
-512, but 124 against 32 at 1024 x 1024, on an H100 at 1e-4 (benchmarks/results/backends.md)."""
+"""K·N³ up to which a GPU factors all columns in a batch faster than pcg runs: 9.5 ms against 20 at 256 x 256, 17 against 20 at 512
+x 512, but 115 against 33 at 1024 x 1024, on an H200 at 1e-4 (benchmarks/results/backends.md)."""
 
 
 def choose_dtype(problem: ColumnQP, tol: float, dtype: str | None) -> tuple[str, str | None]:

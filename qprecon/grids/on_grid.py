@@ -9,7 +9,8 @@ Methods:
 - "sweep": the same from "gptq-start", inputs of large H_ii first; repeated with the scales that came out.
 
 The last two keep, column by column, the best of what they find, "nearest" included. f over the sparse optimum's on five real
-layers, 50 % sparse, int4 in groups of 64: nearest 1.7 to 12.7, gptq 1.6 to 2.4, descent 1.16 to 1.73, sweep 1.13 to 1.35.
+layers, 50 % sparse, int4 in groups of 64: nearest 1.7 to 12.7, gptq 1.6 to 2.4, descent 1.16 to 1.73, sweep 1.13 to 1.35
+(benchmarks/results/rounding.json).
 
 Shapes: N inputs, K columns, G groups of inputs.
 """

@@ -21,7 +21,8 @@ from ..arrays.linalg import column_dots, identity, lower_inverses
 
 _FROM, _LARGE = 2048, 8192  # inputs from which products are faster, and from which blocks are larger
 BLOCKS_FROM = 2**24
-"""N·K from which the inverses are worth making: at 4096 x 4096 that took an H200 about as long as they saved, 2 ms."""
+"""N·K from which the inverses are worth making: at 4096 x 4096 that took an H200 about as long as they saved, 2 ms
+(benchmarks/results/layer_phases_tried.json)."""
 _PANEL_ROWS = 64
 _PANELS = 8  # of L's columns in a product with its transpose
 WORST = 1e-4

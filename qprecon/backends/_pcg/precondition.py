@@ -26,16 +26,16 @@ from .factor import Factor
 _OVERSAMPLING = 8
 _HOST_CORE = 160  # rows of a matrix whose eigenvectors the host finds sooner than a GPU
 _BLOCKS_FROM, _LEAF = 128, 32
-"""Rows from which matrices on a GPU are inverted block by block, and of the blocks that are solved with. 2048 of 128 rows took an
-H200 2.8 ms so, with their Cholesky factors, and 6.2 by the library; 8192 of 64 rows 2.9 either way."""
+"""Rows from which matrices on a GPU are inverted block by block, and of the blocks that are solved with. With 128 rows that took 20
+ms of a block of the 8B shape instead of 27 (docs/performance.md, from block_profile_passes.json); with 64 rows it gains nothing."""
 _INNER_BYTES = 2.0**28
 _SLAB = 2.0**26  # entries
 _ALIGNMENT = 64  # columns of a product: an odd width costs tensor cores most of their speed
 _LEAK = 1e3
 """Share of |F_i|² added to the diagonal, in units of the dtype's epsilon. An input that the low rank captures wholly would leave
 D_i = λ beside |F_i|² ≫ λ, and D⁻¹r − D⁻¹F(…) would cancel all digits of float32: C⁻¹ is then no longer positive. At 1e3 the
-cancellation is bounded and CG does not notice; at 1e2 a SmolLM2 down projection broke down, at 1e4 another took half as many
-iterations again."""
+cancellation is bounded and CG does not notice; at 1e2 a SmolLM2 down projection broke down, at 1e4 another took clearly more
+iterations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +97,8 @@ def _mixing(core_rr: Array, rank: int, noise: float) -> tuple[Array, float]:
     """Columns V with VVᵀ about the inverse of the core, for its ``rank`` largest eigenvalues, and the largest one.
 
     Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: theirs are zero. A
-    small core is taken apart by the host, as on a GPU that is a hundred kernels, and by one thread: with 16 torch took 6 ms for 40
-    rows, and with 32 numpy took 66 ms for the four of a block and held up what came after.
+    small core is taken apart by the host, as on a GPU that is a hundred kernels, and by one thread: with
+    many a library takes longer for it and holds up what comes after, by 4 s of a whole run (whole_before_after.json).
     """
     where, to_host = core_rr, device_type(core_rr) == "cuda" and len(core_rr) <= _HOST_CORE
     core_rr = to_numpy(core_rr) if to_host else core_rr

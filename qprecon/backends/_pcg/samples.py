@@ -28,8 +28,8 @@ LARGEST_SHARE = 0.6
 """Of the kept inputs may be samples: α/s = 0.6 at s = 1/2 is a condition number of about 50 by the formula above."""
 _MORE = 2.0
 """Of r samples, 2√r more test vectors: the smallest singular value of (r + 2√r) × r normal numbers is about √(r + 2√r) − √r, which
-is 1 whatever r (Davidson and Szarek 2001), and H's rounding comes into F over the square of that. With eight more at r = 1024, F
-of a real down projection (4864 inputs) lacked directions of eight times λ, and 61 iterations were needed instead of 26."""
+is 1 whatever r (Davidson and Szarek 2001), and H's rounding comes into F over the square of that. With only eight more F
+of a real down projection lacked directions of several times λ, and far more iterations were needed."""
 _SHIFTS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # of H's diagonal, in units of its rounding
 _LIMIT = 200  # iterations
 _ENOUGH = (3.0, 30.0, 300.0)

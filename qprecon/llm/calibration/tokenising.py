@@ -2,7 +2,7 @@
 
 Windows are drawn from all of a text, as the published protocols do, so all of it is tokenised however few are wanted: where a
 window begins depends on how many tokens there are before it, and which windows are drawn on how many there are in all. In one
-piece that takes some 130 bytes of memory a character. A long text is therefore tokenised in pieces that overlap, and two pieces
+piece that takes many times the text's memory. A long text is therefore tokenised in pieces that overlap, and two pieces
 are joined where both have made the same tokens of the same characters for a while; where they do not, the text is tokenised in
 one piece.
 """

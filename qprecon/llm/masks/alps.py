@@ -11,12 +11,13 @@ are one product and one selection an iteration, D being Y where it is kept and t
 
 No eigenvalue of Q is above 1, so the rounding of the product is not amplified. Every third iteration
 ρ grows by 1.3, 1.2 or 1.1, the faster the more of D's support still changes; if almost nothing changes at the very
-start, ρ was too large and the run begins again with a fifth of it. It ends when the support stands still: on real layers ρ goes
-from 0.1 to 0.6 or 0.9 in 30 to 36 iterations and 10 or 11 changes. The mask is that of the final B; the method's own weights are B
-on it after a few steps of conjugate gradients.
+start, ρ was too large and the run begins again with a fifth of it. It ends when the support stands still: after 33
+iterations with 11 values of ρ on the layers of benchmarks/results/alps_gpu.json. The mask is that of the final B; the method's own
+weights are B on it after a few steps of conjugate gradients.
 
-Masks are sensitive, the loss is not: where many weights are nearly tied, inputs that differ in the last bit can send 1 % of the
-mask another way, at a loss that is the same to 1e-4. So a GPU's products keep about float32's accuracy (`qprecon.arrays.halves`).
+Masks are sensitive, the loss is not: where many weights are nearly tied, inputs that differ in the last bit can send 0.9 % of the
+mask another way (alps_gpu.json), at nearly the same loss. So a GPU's products keep about float32's accuracy
+(`qprecon.arrays.halves`).
 
 Unstructured patterns compare all weights of the layer. Departures from the original program, each deliberate:
 - Exactly floor(s*N*K) weights go, where the original rounds.

@@ -15,7 +15,8 @@ _RELATIVE_STEP = 0.0023
 _WORSE, _EASED = 1.2, 3.0
 """A look at the windows held out that is so many times the start's puts the weights back and divides the rate by the second number.
 0.0023 is too much for a model that is close to the dense one: Qwen2.5-Coder-0.5B at 50 % went from 0.056 to 0.078 at its first look
-and came back to 0.061 at the end (quality_qwen2.5-coder-0.5b.json); no other model's looks were so far above their start."""
+(quality_qwen2.5-coder-0.5b.json), and before rates were eased it never came back to its start; no other model's looks were so far
+above their start."""
 
 
 @dataclass(frozen=True)
