@@ -33,10 +33,11 @@ class MaskedRidge:
 
     Args:
         mask: (outputs, inputs), the shape of ``coef_``: 1 or True where a coefficient may differ from 0. (inputs,) for a single
-            output. None: everywhere.
+            output. None: everywhere. ``qprecon.solve`` has (inputs, outputs): give the transpose of such a mask. With as many
+            outputs as inputs no shape tells the one from the other, and a mask the wrong way round is taken as it is.
         alpha: α ≥ 0, as ``Ridge`` has it: beside Σ s_t ‖y_t − ŷ_t‖², not beside the mean.
         fit_intercept: also fit a constant for each output; neither masked nor shrunk.
-        lower, upper: bounds on the coefficients that the mask keeps, scalars or (outputs, inputs).
+        lower, upper: bounds on the coefficients that the mask keeps, scalars or (outputs, inputs) as the mask.
         backend, tol, solve_options: as in ``qprecon.solve``. Coefficients are off by about √tol of the error that remains.
 
     Attributes:
@@ -206,7 +207,8 @@ class MaskedRidge:
         value = value if hasattr(value, "shape") else np.asarray(value)
         value = value[None, :] if value.ndim == 1 and shape[1] == 1 else value
         if tuple(value.shape) != shape[::-1]:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}, coef_ is (outputs, inputs), here {shape[::-1]}")
+            turned = f"; qprecon.solve has (inputs, outputs): give {name}.T" if tuple(value.shape) == shape else ""
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, coef_ is (outputs, inputs), here {shape[::-1]}{turned}")
         return value.T
 
 
@@ -225,7 +227,8 @@ def fit(
     Args:
         X, Y: as in ``qprecon.gram``: arrays of numpy, torch or jax, memmaps, or (X alone) an iterable of batches (x, y). They need
             not fit into memory.
-        mask: (outputs, inputs), the shape of ``coef_``, which is the transpose of the masks elsewhere in qprecon.
+        mask: (outputs, inputs), the shape of ``coef_``: the transpose of a mask for ``qprecon.solve``, so give ``mask.T`` of such a
+            one. With as many outputs as inputs no shape tells the one from the other: there is no error then.
         sample_weight: (T,), for one array X.
         alpha, fit_intercept, settings: those of ``MaskedRidge``.
 

@@ -141,7 +141,8 @@ assert not any(name.startswith("sklearn") for name in sys.modules)
 
 
 BAD = [
-    ({"mask": np.ones((12, 4))}, r"mask has shape \(12, 4\), coef_ is \(outputs, inputs\), here \(4, 12\)"),
+    ({"mask": np.ones((12, 4))}, r"mask has shape \(12, 4\), coef_ is \(outputs, inputs\), here \(4, 12\); .*: give mask\.T$"),
+    ({"mask": np.ones((5, 4))}, r"mask has shape \(5, 4\), coef_ is \(outputs, inputs\), here \(4, 12\)$"),
     ({"alpha": -1.0}, "alpha must be finite and not negative"),
     ({"alpha": np.nan}, "alpha must be finite and not negative, got nan"),
     ({"alpha": np.ones(4)}, "alpha must be a number"),
