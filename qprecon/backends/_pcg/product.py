@@ -18,8 +18,7 @@ from ...arrays.interop import Array, cast, device_type, dtype_name, namespace
 from .factor import FactorInHalves
 
 _ONE_BY_ONE = 4
-"""Columns up to which their products are made one by one: a library's product of two took an H200 as long as reading a matrix of
-14336 inputs eight times."""
+"""Columns up to which products are made one by one: H is read for each, and a library takes longer for a tile of columns."""
 _PANEL = 4096  # rows
 _LIFT, _ROOM = 2.0**7, 2.0**8
 """What Ê, whose entries are 1 at most, is multiplied by, as small numbers of float16 lose digits; room for N large ones in F̂ᵀSP."""
