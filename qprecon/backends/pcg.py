@@ -34,8 +34,7 @@ _FULL_WORK = 2.0**30
 H200 all iterations at 1024 x 1024 took 7 ms so, and 14 with the pieces of then (layer_phases_tried.json)."""
 _FEW, _FEW_LEFT = 64, "few left"
 """When so few columns are left for a second time, they go on alone: a wide iteration costs the same for all, and the columns that
-take long are as a rule those that rounding holds up. In the 8B shape's second block one chunk of 2048 columns took 150 iterations
-for a column that then broke down, the other one 21 (an H200). Waiting for them in halves, without the others, gains nothing:
+take long are as a rule those that rounding holds up. Waiting for them in halves, without the others, gains nothing:
 docs/performance.md, "What was tried"."""
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
@@ -77,7 +76,7 @@ class Options:
 def chosen_rank(n_inputs: int, options: Options, device: str = "cuda") -> int:
     """Rank of dc, 0 for Jacobi: the set-up costs about r²/2N products with H, so r grows as √N.
 
-    On an H100 the nearest power of two to 1.25·√N was the fastest or within a tenth of it from 576 to 14336 inputs.
+    On a GPU the nearest power of two to 1.25·√N: by trial, layers of 576 to 14336 inputs.
     """
     if options.preconditioner == "jacobi" or (options.preconditioner == "auto" and n_inputs < 128):
         return 0
