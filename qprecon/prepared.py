@@ -36,7 +36,7 @@ class PreparedHessian:
     - an inverse factor, for each damping and dtype: 4N² in float32, 8N² in float64
 
     Threads may share the object. H is not copied unless it must be converted: leave it unchanged. Each call compares a sample of
-    its entries and raises ValueError if they have changed.
+    its entries and raises ValueError if they have changed. A pickle or a deep copy has H, and computes the rest anew.
 
     Attributes:
         hessian: H and λ as the core holds them.

@@ -10,7 +10,7 @@ from qprecon.files import local_path
 from ._flags import number
 
 _REQUIRED = ("H", "W", "mask")
-_OPTIONAL = ("rhs", "lower", "upper")
+_OPTIONAL = ("rhs", "constant", "lower", "upper")
 _SAVED = "weights iterations objective baseline_objective stationarity violation gap_bound relative_gap fell_back".split()
 
 
@@ -20,7 +20,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "solve",
         help="solve one layer's problem from a .npz file",
         description="Solve one layer's problem. PROBLEM holds H (N, N), W (N, K), which is the transpose of a "
-        "Linear.weight, and mask (N, K), 1 = kept; optionally rhs (N, K), lower and upper. The result holds the "
+        "Linear.weight, and mask (N, K), 1 = kept; optionally rhs (N, K), constant (K,), lower and upper. The result holds the "
         "weights and, for each column, status, objective and the certified gap.",
         epilog="Exit code 1: solved, but not every column is certified to --tol.",
     )
@@ -73,7 +73,7 @@ def _read(path: Path) -> dict:
     unknown = [name for name in arrays if name not in _REQUIRED + _OPTIONAL]
     if missing or unknown:
         wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
-        raise ValueError(f"{path} {' and '.join(wrong)}; it must hold H, W, mask and may hold rhs, lower, upper")
+        raise ValueError(f"{path} {' and '.join(wrong)}; it must hold H, W, mask and may hold {', '.join(_OPTIONAL)}")
     return arrays
 
 

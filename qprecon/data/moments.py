@@ -27,7 +27,7 @@ from .sums import MANY_ROWS, add_cross, add_gram, mirror
 _ENTRIES = 2**24  # of a batch that are taken at a time: its copy in float64 has 128 MB
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Moments:
     """Sums over all rows (x, y) with weights s, which are 1 unless given; arrays of the kind of the first batch, on its device.
 
@@ -47,6 +47,11 @@ class Moments:
     weight: float
     x_mean: Array | None = None
     y_mean: Array | None = None
+
+    def __repr__(self) -> str:
+        shapes = {name: getattr(self, name) for name in ("H", "rhs", "constant", "x_mean", "y_mean")}
+        told = (f"{name} {tuple(array.shape)}" for name, array in shapes.items() if array is not None)
+        return f"Moments({', '.join(told)}, {counted(self.count, 'row')} of weight {self.weight:g})"
 
 
 def gram(
@@ -110,7 +115,7 @@ def _batches(X: Any, Y: Any, weights: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield X, Y, weights
         return
     if Y is not None or weights is not None:
-        raise ValueError("Y and weights go with one array X; give batches as tuples (x, y) or (x, y, weights)")
+        raise ValueError("Y and weights go with one array X; anything else is read as batches, tuples (x, y) or (x, y, weights)")
     if X is None or isinstance(X, str | bytes | Mapping) or not (hasattr(X, "__iter__") or hasattr(X, "__getitem__")):
         raise ValueError(f"X must be an array or an iterable of batches, got {'None' if X is None else f'a {type(X).__name__}'}")
     if isinstance(X, tuple):

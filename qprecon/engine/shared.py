@@ -43,6 +43,13 @@ class Shared:
         self._definite: dict[tuple[float, str], bool] = {}
         self._lock = threading.RLock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a pickle or a deep copy: H alone, as what was made of it holds functions and a lock."""
+        return {"hessian": self.hessian}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     @property
     def certificate(self) -> Certificate:
         """See ``qprecon.proof.factor``: one float64 factorisation; without damping a few, until one holds."""

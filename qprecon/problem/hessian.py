@@ -154,6 +154,8 @@ def floating(x: Any, place: Place, name: str) -> Array:
     """An argument as a core array of floats; ValueError, naming it, if it holds no real numbers or is sparse."""
     if hasattr(x, "weights") and not hasattr(x, "dtype"):  # a Solution, or weights on a grid
         raise ValueError(f"{name} must be an array, got a {type(x).__name__}: give its weights, {type(x).__name__.lower()}.weights")
+    if not hasattr(x, "dtype") and hasattr(x, "H"):  # what `gram` returns
+        raise ValueError(f"{name} must be an array, got a {type(x).__name__}: give its H, {type(x).__name__.lower()}.H")
     x = to_core(x, place, name)
     kind = dtype_name(x)
     if kind in _FLOATS:

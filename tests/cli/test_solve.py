@@ -39,6 +39,17 @@ def test_solve_takes_an_explicit_rhs(problem, tmp_path):
     assert not np.allclose(expected, qprecon.solve(**problem, backend="cholesky").weights)
 
 
+def test_gaps_are_of_the_squared_error_where_its_constant_is_in_the_file(problem, tmp_path):
+    """As with qprecon.solve; without it they are of the gain."""
+    x, target = np.linalg.cholesky(problem["H"]).T, np.random.default_rng(1).standard_normal((12, 5))
+    problem |= {"rhs": x.T @ target, "constant": (target**2).sum(0)}
+    np.savez(tmp_path / "problem.npz", **problem)
+    assert cli.main(["solve", str(tmp_path / "problem.npz"), "-o", str(tmp_path / "o.npz"), "--damping", "0.01"]) == 0
+    expected = qprecon.solve(**problem, damping=0.01)
+    saved = np.load(tmp_path / "o.npz")
+    assert np.array_equal(saved["relative_gap"], expected.relative_gap) and np.array_equal(saved["objective"], expected.objective)
+
+
 def test_solve_says_by_exit_code_that_a_column_is_not_certified(problem, tmp_path):
     np.savez(tmp_path / "problem.npz", **problem)
     command = ["solve", str(tmp_path / "problem.npz"), "-o", str(tmp_path / "o.npz"), "--backend", "cholesky"]

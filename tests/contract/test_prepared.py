@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import pickle
 import threading
 import weakref
 
@@ -378,3 +380,24 @@ def test_only_what_sums_in_float32_do_not_explain_is_said_of_h(off, said):
     eigenvalue = np.linalg.eigvalsh(h.astype(np.float64) / np.outer(scale, scale)).min()
     assert -192 * 64 * 2.0**-24 < eigenvalue < -64 * 2.0**-24 or said
     assert bool(qprecon.prepare(h, damping=0.01).notices) == said
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_prepared_hessian_goes_to_another_process(how, kind):
+    """With H and its damping; what was made of it, functions and a lock among it, is made there anew."""
+    torch = pytest.importorskip("torch")
+    h_NN, w_NK, mask_NK = (x if kind == "numpy" else torch.as_tensor(x) for x in (H, W, MASK))
+    prepared = qprecon.prepare(h_NN, damping=0.02, samples=200)
+    wanted = prepared.solve(w_NK, mask_NK, "cholesky")
+    again = pickle.loads(pickle.dumps(prepared)) if how == "pickle" else copy.deepcopy(prepared)
+    assert repr(again) == repr(prepared) and again.hessian.hessian_NN is not prepared.hessian.hessian_NN
+    found = again.solve(w_NK, mask_NK, "cholesky")
+    assert type(found.weights) is type(wanted.weights) and found.optimal.all()
+    np.testing.assert_array_equal(np.asarray(found.weights), np.asarray(wanted.weights))
+    np.testing.assert_array_equal(found.gap_bound, wanted.gap_bound)
+    h_NN[0, 0] += 1.0  # its H is a copy
+    try:
+        again.solve(w_NK, mask_NK, "cholesky")
+    finally:
+        h_NN[0, 0] -= 1.0

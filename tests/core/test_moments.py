@@ -152,7 +152,7 @@ BAD = [
     ((NAN,), {"center": True}, "NaN"),
     ((X, np.where(Y > 1, np.inf, Y)), {}, "NaN or Inf"),
     (((X, Y),), {}, "tuple"),
-    (([X],), {"Y": Y}, "batches as tuples"),
+    (([X],), {"Y": Y}, "read as batches, tuples"),
     (([],), {}, "no rows"),
     ((X[:0],), {}, "no rows"),
     ((X[0],), {}, r"X must be \(T, N\)"),
@@ -199,3 +199,18 @@ def test_sparse_is_refused():
 
     with pytest.raises(ValueError, match="X is sparse"):
         qprecon.gram(scipy.sparse.csr_array(X))
+
+
+def test_sums_are_shown_by_their_shapes_and_not_taken_for_h():
+    x_TN, y_TK = np.arange(12.0).reshape(4, 3), np.ones((4, 2))
+    moments = qprecon.gram(x_TN, y_TK, center=True)
+    assert repr(moments) == "Moments(H (3, 3), rhs (3, 2), constant (2,), x_mean (3,), y_mean (2,), 4 rows of weight 4)"
+    assert repr(qprecon.gram(x_TN[:1])) == "Moments(H (3, 3), 1 row of weight 1)"
+    for call in (lambda: qprecon.solve(moments, y_TK[:3], y_TK[:3]), lambda: qprecon.prepare(moments)):
+        with pytest.raises(ValueError, match=r"H must be an array, got a Moments: give its H, moments\.H"):
+            call()
+
+
+def test_lists_are_read_as_batches():
+    with pytest.raises(ValueError, match="anything else is read as batches, tuples"):
+        qprecon.gram([[1.0, 2.0], [3.0, 4.0]], [[1.0], [2.0]])

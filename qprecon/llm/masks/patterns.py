@@ -48,7 +48,7 @@ class Pattern:
         if not 0 <= self.fraction <= 1:
             value = f"{Decimal(self.fraction.numerator) / Decimal(self.fraction.denominator):.6g}"  # of any size, as no float is
             hint = f"; for {value} percent write '{value}%'" if 1 < self.fraction <= 100 else ""
-            raise ValueError(f"sparsity must lie in [0, 1], got {value}{hint}")
+            raise ValueError(f"sparsity must lie in [0, 1), got {value}{hint}")
 
     @classmethod
     def parse(cls, value: str | float | Fraction | Pattern) -> Pattern:
@@ -101,7 +101,8 @@ class Pattern:
         """Raise ValueError for a pattern that keeps nothing: no one prunes all of a layer, so another number was meant."""
         if self.fraction == 1:
             hint = _NM_HINT if self.is_nm else "for 1 percent write '1%', and to prune no layer of a kind use targets or ignore"
-            raise ValueError(f"pattern '{self}' would leave no weight at all: {hint}")
+            what = "pattern" if self.is_nm else "sparsity"
+            raise ValueError(f"{what} '{self}' would leave no weight at all: {hint}")
 
     def is_held_by(self, mask_NK: torch.Tensor) -> bool:
         """Whether a bool mask (N, K) has at most the N of every M, or the share of zeros as nearly as whole weights allow.
