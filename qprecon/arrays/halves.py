@@ -32,9 +32,7 @@ class Halves:
     def of(cls, x: Array, *, used_up: bool = False) -> Halves:
         """The halves of a float32 matrix, which may be used up to save the memory of a copy."""
         unit = unit_of(x)
-        scaled = x.div_(unit) if used_up else x / unit
-        high = scaled.half()
-        return cls(high, scaled.sub_(high).half(), unit)
+        return cls(*halved(x.div_(unit) if used_up else x / unit), unit)
 
     def __getitem__(self, part: tuple[slice, slice]) -> Halves:
         return Halves(self.high[part], self.low[part], self.unit)
@@ -45,6 +43,12 @@ class Halves:
         return Halves(self.high.mT, self.low.mT, self.unit)
 
 
+def halved(scaled: Array) -> tuple[Array, Array]:
+    """The two halves of what has a unit already, which is used up."""
+    high = scaled.half()
+    return high, scaled.sub_(high).half()
+
+
 def unit_of(x: Array, dim: int | None = None) -> Array:
     """The power of two by which x is divided before it is halved, or one along ``dim``; nothing waits for the device."""
     torch = namespace(x)
@@ -52,8 +56,12 @@ def unit_of(x: Array, dim: int | None = None) -> Array:
 
 
 def _unit(largest: Array) -> Array:
-    largest = largest.clamp_min(2.0**-100)
-    return largest / namespace(largest).frexp(largest).mantissa * 2.0**-_LARGEST
+    return power_above(largest.clamp_min(2.0**-100)) * 2.0**-_LARGEST
+
+
+def power_above(x: Array) -> Array:
+    """The power of two next above each positive number; nothing waits for the device."""
+    return x / namespace(x).frexp(x).mantissa
 
 
 def multiply(left: Halves, right: Halves) -> Array:
@@ -142,8 +150,8 @@ def _split_rows(matrix_RN: Array, root_R: Array, scale_N: Array) -> Array:
         return split_rows(matrix_RN, root_R, scale_N)
     scaled = matrix_RN / root_R[:, None]
     scaled.mul_(scale_N)
-    high = scaled.half()
-    return namespace(high).cat((high, scaled.sub_(high).half(), high), 1)
+    high, low = halved(scaled)
+    return namespace(high).cat((high, low, high), 1)
 
 
 def _split_columns(x_NK: Array, root_N: Array) -> tuple[Array, Array]:
@@ -155,8 +163,8 @@ def _split_columns(x_NK: Array, root_N: Array) -> tuple[Array, Array]:
         return split_columns(x_NK, root_N, unit_1K), unit_1K
     wide_NK = x_NK * root_N[:, None]
     unit_1K = unit_of(wide_NK, 0)
-    high_NK = wide_NK.div_(unit_1K).half()
-    return namespace(x_NK).cat((high_NK, high_NK, wide_NK.sub_(high_NK).half())), unit_1K
+    high_NK, low_NK = halved(wide_NK.div_(unit_1K))
+    return namespace(x_NK).cat((high_NK, high_NK, low_NK)), unit_1K
 
 
 def _in_kernels(x: Array) -> bool:

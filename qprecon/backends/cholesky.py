@@ -83,11 +83,12 @@ def _solve_batched(hessian_NN: Array, chunk: Chunk) -> RawColumns:
     size = max(1, int(_GPU_BATCH_BYTES // (3 * n * n * itemsize)))
     out_NK = chunk.start_NK.clone()
     failed_K = torch.zeros(k, dtype=torch.bool, device=hessian_NN.device)
-    for j in range(k if size == 1 else 0):
-        index_I = chunk.mask_NK[:, j].nonzero()[:, 0]
-        step_I, failed_K[j] = _solve_alone(hessian_NN[index_I][:, index_I], chunk.residual_NK[index_I, j])
-        out_NK[index_I, j] += step_I
-    for first in range(0, k if size > 1 else 0, size):
+    for first in range(0, k, size):
+        if size == 1:
+            index_I = chunk.mask_NK[:, first].nonzero()[:, 0]
+            step_I, failed_K[first] = _solve_alone(hessian_NN[index_I][:, index_I], chunk.residual_NK[index_I, first])
+            out_NK[index_I, first] += step_I
+            continue
         some = slice(first, min(first + size, k))
         kept_BN = cast(chunk.mask_NK[:, some].T, dtype_name(hessian_NN))
         block_BNN = hessian_NN[None] * kept_BN[:, :, None] * kept_BN[:, None, :]

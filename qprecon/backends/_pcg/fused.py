@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 
+from ...arrays.halves import power_above
 from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _thin, _turn, halves
 from .product import Split
 from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
@@ -54,7 +55,7 @@ class Fused:
             if self.split:
                 self._dot(r_NK, r_NK, torch.zeros_like(self.root_N))  # w = 0: rᵀD⁻¹r, as rᵀz is not known
                 norm_K = self.partial_PK.sum(0).sqrt().clamp(2.0**-60, 2.0**60)
-                self.r_scale_K.copy_(2.0**_SIZE / (norm_K / norm_K.frexp().mantissa))
+                self.r_scale_K.copy_(2.0**_SIZE / power_above(norm_K))
             self._advance(r_NK, r_NK)
             w_NK = self._correction(r_NK)
             self._rz(r_NK, w_NK, scalars)

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.halves import unit_of
+from ...arrays.halves import halved, unit_of
 from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, like, namespace, to_numpy
 from ...arrays.linalg import fitting_threads, identity, lower_inverses
-from .factor import Factor
+from .factor import Factor, FactorInHalves
 
 _OVERSAMPLING = 8
 _HOST_CORE = 160  # rows of a matrix whose eigenvectors the host finds sooner than a GPU
@@ -56,7 +56,7 @@ class Preconditioner:
     """C_II⁻¹ of some columns, as an operator on masked residuals."""
 
     inverse_diagonal_N1: Array
-    scaled: Factor | None  # D⁻¹F
+    scaled: Factor | FactorInHalves | None  # D⁻¹F
     inner_Krr: Array | None  # K_j
 
     def correction(self, residual_NK: Array) -> Array | None:
@@ -119,7 +119,7 @@ def jacobi(hessian_NN: Array) -> Preconditioner:
     return Preconditioner(inverse_N[:, None], None, None)
 
 
-def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor] = Factor) -> Preconditioner:
+def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor | FactorInHalves] = Factor) -> Preconditioner:
     """The preconditioner of columns with these masks, (N, K) bool; ``factor`` makes the products with D⁻¹F."""
     inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
     root_N1 = inverse_N1**0.5
@@ -213,9 +213,7 @@ def _pair_halves(root_Nr: Array, left_R: Array, right_R: Array) -> Array:
         from .kernels import pairs
 
         return pairs(root_Nr, left_R, right_R)
-    products_NR = root_Nr[:, left_R] * root_Nr[:, right_R]
-    high_NR = products_NR.half()
-    return namespace(root_Nr).cat([high_NR, products_NR.sub_(high_NR).half()])
+    return namespace(root_Nr).cat(halved(root_Nr[:, left_R] * root_Nr[:, right_R]))
 
 
 def _inverse_plus_identity(gram_Krr: Array) -> Array:

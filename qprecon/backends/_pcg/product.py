@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays.halves import unit_of
+from ...arrays.halves import power_above, unit_of
 from ...arrays.interop import Array, cast, device_type, dtype_name, namespace
 from .factor import FactorInHalves
 
@@ -95,8 +95,7 @@ def product(hessian_NN: Array, factor_Nr: Array | None, precision: str) -> Any:
 def _roots(diagonal_N: Array) -> Array:
     """The powers of two next above the roots, 1 for what has none."""
     xp = namespace(diagonal_N)
-    root_N = xp.where(diagonal_N > 0, diagonal_N, 0.25 * xp.ones_like(diagonal_N)).sqrt()
-    return root_N / xp.frexp(root_N).mantissa
+    return power_above(xp.where(diagonal_N > 0, diagonal_N, 0.25 * xp.ones_like(diagonal_N)).sqrt())
 
 
 def chosen_precision(hessian_NN: Array, factor_Nr: Array | None, wanted: str) -> str:
