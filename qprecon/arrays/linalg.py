@@ -170,7 +170,9 @@ def column_dots(a_NK: Array, b_NK: Array) -> Array:
 
 
 def column_norms(a_NK: Array, order: float = 2) -> Array:
-    """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory."""
+    """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory. A column with NaN has the norm NaN."""
+    if not len(a_NK):
+        return a_NK.sum(0)
     if kind_of(a_NK) == "torch":
         return namespace(a_NK).linalg.vector_norm(a_NK, order, dim=0)
     if order == 2:

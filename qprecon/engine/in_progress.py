@@ -64,7 +64,7 @@ class InProgress:
     def accept(self, local: np.ndarray, raw: RawColumns, answer_NK: Array) -> None:
         """Audit the answers to the local columns and keep each where it is no worse than what was there."""
         results, start, some = self.results, self.start, within(local, self.weights_NK)
-        first = results.reported_status[local] == NOT_RUN
+        first = results.reported_status[local[0]] == NOT_RUN  # as all of them: a later round is of some of the first one's columns
         results.reported_status[local] = raw.reported_status
         results.iterations[local] += raw.iterations
         columns = compose(self.columns, local, self.weights_NK)
@@ -106,8 +106,9 @@ class InProgress:
     def finish(self, tol: float) -> Results:
         """The results, with every column's figures and status."""
         results, figures, singular = self.results, self.figures, self.cert.factor_NN is None
+        open_ = np.flatnonzero(~(results.relative_gap <= tol))  # as a rule few or none: words are compared one by one
         for word, member in LIMITS.items():
-            results.status[results.reported_status == word] = member
+            results.status[open_[results.reported_status[open_] == word]] = member
         if singular:
             uncertain_K = ~(figures.gap_bound < figures.objective)
             results.status[(results.status == Status.INACCURATE) & uncertain_K] = Status.UNCERTIFIED

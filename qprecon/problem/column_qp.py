@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.interop import Array, Place, cast, densified, dtype_name, namespace, place_of, to_core, to_numpy
-from ..arrays.linalg import masked
+from ..arrays.linalg import column_norms, masked
 from ..wording import counted
 from .hessian import Hessian, floating
 
@@ -125,9 +125,9 @@ class ColumnQP:
     def invalid_columns(self) -> np.ndarray:
         """(K,) bool: columns with NaN or Inf in W, rhs, or NaN in a bound."""
         xp = namespace(self.weights_NK)
-        bad_K = ~xp.isfinite(self.weights_NK).all(0)
+        bad_K = ~xp.isfinite(column_norms(self.weights_NK, np.inf))  # one pass over memory; NaN is the largest
         if self.rhs_NK is not None:
-            bad_K = bad_K | ~xp.isfinite(self.rhs_NK).all(0)
+            bad_K = bad_K | ~xp.isfinite(column_norms(self.rhs_NK, np.inf))
         for bound_NK in (self.lower_NK, self.upper_NK):
             if bound_NK is not None:
                 bad_K = bad_K | xp.isnan(bound_NK).any(0)

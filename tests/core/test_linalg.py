@@ -63,6 +63,7 @@ def test_column_norms_of_both_libraries():
     a_NK[2, 1] = np.nan
     for x in (a_NK, torch.as_tensor(a_NK)):
         assert np.isnan(np.asarray(column_norms(x, np.inf))).tolist() == [False, True, False]
+        assert np.asarray(column_norms(x[:0], np.inf)).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
