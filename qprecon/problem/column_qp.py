@@ -124,14 +124,14 @@ class ColumnQP:
 
     def invalid_columns(self) -> np.ndarray:
         """(K,) bool: columns with NaN or Inf in W, rhs, or NaN in a bound."""
-        xp = namespace(self.weights_NK)
-        bad_K = ~xp.isfinite(column_norms(self.weights_NK, np.inf))  # one pass over memory; NaN is the largest
+        xp, largest_K = namespace(self.weights_NK), column_norms(self.weights_NK, np.inf)  # NaN where there is one
         if self.rhs_NK is not None:
-            bad_K = bad_K | ~xp.isfinite(column_norms(self.rhs_NK, np.inf))
+            largest_K = xp.maximum(largest_K, column_norms(self.rhs_NK, np.inf))
+        bad_K = ~np.isfinite(to_numpy(largest_K))
         for bound_NK in (self.lower_NK, self.upper_NK):
             if bound_NK is not None:
-                bad_K = bad_K | xp.isnan(bound_NK).any(0)
-        return to_numpy(bad_K)
+                bad_K |= to_numpy(xp.isnan(bound_NK).any(0))
+        return bad_K
 
     def clip(self, weights_NK: Array, columns: Any = slice(None)) -> Array:
         """The nearest feasible point: zero where pruned, kept entries inside their bounds."""
