@@ -179,8 +179,7 @@ class PreparedHessian:
         upper: Array | float | None = None,
     ) -> ColumnQP:
         """The problem of some columns with this H, validated; arguments as in ``qprecon.solve``."""
-        hessian = self._at(place_of(W)).hessian
-        return ColumnQP(hessian, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, constant_K=constant)
+        return ColumnQP(self._at(place_of(W)).hessian, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, constant_K=constant)
 
     def inverse_factor(self, damping: float | None = None, dtype: str = "float32") -> Array:
         """U, upper triangular (N, N), with UᵀU = (H + λI)⁻¹, which sweeps such as SparseGPT's and GPTQ's need.
