@@ -87,7 +87,7 @@ def few_columns(hessian_NN: torch.Tensor, p_NK: torch.Tensor, width: int | None 
         # columns first: the programs that read the same rows do so at the same time
         grid = (groups, bands, len(sums))
         _skinny[grid](hessian_NN, laid_out, sums, n, k, span, width, ROWS, GROUPS, num_warps=WARPS)
-    return sums.sum(0, dtype=p_NK.dtype)
+    return sums.sum(0).to(p_NK.dtype)  # torch would copy all parts to a wider dtype first
 
 
 def _laid_out(p_NK: torch.Tensor, columns: int) -> torch.Tensor:
