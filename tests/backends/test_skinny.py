@@ -12,6 +12,7 @@ import torch
 def skinny(monkeypatch):
     """The module, with a stand-in for Triton where there is none."""
     name, fake = "qprecon.backends._pcg.skinny", types.ModuleType("triton")
+    importlib.import_module("qprecon.backends.pcg")  # which looks whether there is a Triton
     try:
         importlib.import_module("triton")
     except ImportError:
