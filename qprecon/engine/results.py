@@ -59,12 +59,8 @@ class Results:
     def put(self, columns: Any, part: Results) -> None:
         """Write the results of a chunk to their places."""
         self.weights_NK[:, columns] = part.weights_NK
-        whole = isinstance(columns, slice) and columns.stop - columns.start == len(self.status)
         for name in _NAMES:
-            if whole and getattr(self, name).dtype == object:  # copied object by object
-                setattr(self, name, getattr(part, name))
-            else:
-                getattr(self, name)[columns] = getattr(part, name)
+            getattr(self, name)[columns] = getattr(part, name)
 
     def unfinished(self, tol: float, own_limits: bool) -> np.ndarray:
         """Indices of the columns that no limit stopped, whose input is sound, and whose certified gap exceeds ``tol``.

@@ -75,9 +75,11 @@ class Outcome:
         for key, value in extras.items():
             self.automatic[key] = self.automatic[key] + value if key.endswith("_seconds") and key in self.automatic else value
 
-    def lap(self, since: float, name: str, near: Array) -> float:
-        """Add the seconds since then to those called ``name``, the device's work included; returns the time now."""
-        synchronize(near)
+    def lap(self, since: float, name: str, near: Array | None = None) -> float:
+        """Add the seconds since then to those called ``name``; returns the time now. ``near``: with the work of its device, which
+        an audit has waited for."""
+        if near is not None:
+            synchronize(near)
         now = time.monotonic()
         setattr(self, name, getattr(self, name) + now - since)
         return now
@@ -127,7 +129,7 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
     problem, clock = task.problem, time.monotonic()
     start = find_start(problem, task.cert, task.backend.dtype, warm_NK, columns)
     chunk = InProgress.begin(problem, task.cert, start, columns)
-    clock = out.lap(clock, "audit_seconds", problem.weights_NK)
+    clock = out.lap(clock, "audit_seconds")
     local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
     tolerance = _FIRST * limits.tol
     for round_ in range(_ROUNDS):
@@ -141,7 +143,7 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
         out.add_extras(raw.extras)
         before_K = chunk.results.relative_gap[local]
         chunk.accept(local, raw, answer_NK)
-        clock = out.lap(clock, "audit_seconds", problem.weights_NK)
+        clock = out.lap(clock, "audit_seconds")
         after_K = chunk.results.relative_gap[local]
         failing_K = after_K > limits.tol
         if not _worth_another(task, before_K, after_K, failing_K, raw, round_):
