@@ -51,7 +51,7 @@ def prune_parts(
     clock, last = [time.perf_counter()], prepared is None
     views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
     prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping, samples=tokens)
-    idle = tokens == 0 or not bool(grams.hessian(views[0]).diagonal().any())  # every weight is as good as any other
+    idle = tokens == 0 or not prepared.hessian.diagonal_N.any()  # every weight is as good as any other
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, [part.taken for part in parts])
     if last:
         grams.forget_targets(views[0])

@@ -222,6 +222,18 @@ def test_conv1d_nm_runs_along_inputs():
 
 
 @pytest.mark.own
+@pytest.mark.parametrize(("windows", "together"), [(2, 1), (32, 2), (40, 2)])
+def test_windows_are_held_out_of_auto_drift_where_all_would_go_together(windows, together, monkeypatch):
+    """As on a GPU, where a pass of a small model takes many; a sixteenth of all is held out."""
+    asked = []
+    at_once = lambda model, samples, device, most: (asked.append(most), most or 32)[1]  # noqa: E731
+    monkeypatch.setattr("qprecon.llm.storage.in_memory.windows_together", at_once)
+    prune(build("llama"), tokens(windows, 8), sparsity="50%", order=True, drift="auto")
+    prune(build("llama"), tokens(windows, 8), sparsity="50%")
+    assert asked == [together, None]
+
+
+@pytest.mark.own
 def test_the_same_seed_twice_gives_identical_bits():
     first, second = build("gemma3"), build("gemma3")
     text = tokens(12).flatten()
