@@ -28,6 +28,7 @@ from qprecon.llm.statistics.target import asked_weights
 
 _NO_TOKEN = "no calibration token reached it: magnitude mask"
 _ALL_ZERO = "its inputs are all zero: magnitude mask"
+_AT_ONCE = 2**22  # weights of layers whose masks may be chosen together
 
 
 def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPlan]]:
@@ -128,7 +129,12 @@ def choose_masks(
     scales: by what outputs are multiplied for the choice, (K,) by name of the layer; optimal weights do not depend on it.
     idle_as: what is noted where H is zero.
     """
-    chosen = []
+    asked_NK, chosen = _beside(weights), []
+    if _chosen_at_once(parts, asked_NK, scales, method):
+        names = ", ".join(part.view.name for part in parts)
+        data = LayerData(names, asked_NK, prepared.hessian.hessian_NN, tokens, prepared)
+        selection, remark = choose_mask(data, parts[0].layer.pattern, method, idle_as)
+        return asked_NK, selection, [remark] * len(parts)
     for part, weights_NK in zip(parts, weights, strict=True):
         known = not part.is_whole and is_known(method)
         scale_K = scales.get(part.view.name)
@@ -144,7 +150,19 @@ def choose_masks(
         chosen.append((selection, remark))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
-    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), [remark for _, remark in chosen]
+    return asked_NK, Selection(mask_NK, None if own[0] is None else _beside(own)), [remark for _, remark in chosen]
+
+
+def _chosen_at_once(
+    parts: Sequence[Part], asked_NK: torch.Tensor, scales: Mapping[str, torch.Tensor], method: Method
+) -> bool:
+    """Whether the masks of all parts are one choice: each output has its own, by one rule, and so small a choice is mostly
+    launches of kernels."""
+    first, selector = parts[0].layer.pattern, get_selector(method.mask)
+    alike = all(part.layer.pattern == first and part.view.name not in scales for part in parts)
+    if is_known(method) or not alike or asked_NK.numel() >= _AT_ONCE or selector.has_own_update or not selector.is_ours:
+        return False
+    return selector.by_output(first, **method.mask_options)
 
 
 def is_known(method: Method) -> bool:

@@ -13,7 +13,7 @@ from qprecon.engine import shared
 from qprecon.llm import prune_model
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears
-from qprecon.llm.pruning import loop
+from qprecon.llm.pruning import loop, update
 from qprecon.proof import factor
 from tests.llm.families import build, tokens
 
@@ -134,6 +134,25 @@ def test_layers_with_the_same_input_are_solved_together(monkeypatch):
         assert row.error_masked == pytest.approx(relative_error(x, w, masked), rel=1e-3)
         assert row.error_updated < row.error_masked and row.error_updated == pytest.approx(row.error_stored, rel=0.1)
         assert row.rounding_excess == pytest.approx(row.error_stored / row.error_updated - 1)
+
+
+@pytest.mark.own
+@pytest.mark.parametrize(("settings", "times"), [
+    ({}, 4), ({"mask": "magnitude", "pattern": "2:4"}, 4), ({"pattern": {"q_proj": "25%", "*": "50%"}}, 6),
+    ({"mask_options": {"group": "layer"}}, 7), ({"output_weights": 0.5}, 7), ({"mask": "sparsegpt"}, 7),
+])  # fmt: skip
+def test_masks_of_small_layers_with_the_same_input_are_chosen_together(settings, times, monkeypatch):
+    """Where each output has its own, by one rule; with the bits that each layer's own choice has."""
+    chosen, choose = [], update.choose_mask
+    record = lambda layer, *rest: (chosen.append(layer.name), choose(layer, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(update, "choose_mask", record)
+    settings = {"targets": "layers.0"} | settings
+    prune(together := build("llama"), **settings)
+    assert len(chosen) == times and sum(len(name.split(", ")) for name in chosen) == 7
+    monkeypatch.setattr(update, "_AT_ONCE", 0)
+    prune(alone := build("llama"), **settings)
+    assert len(chosen) == times + 7
+    assert all(torch.equal(mine, own) for mine, own in zip(together.parameters(), alone.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
