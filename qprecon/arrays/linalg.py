@@ -59,7 +59,8 @@ def cholesky(a_NN: Array, overwrite: bool = False) -> Array | None:
         in_place = overwrite and a_NN.is_contiguous() and not a_NN.requires_grad
         out = (a_NN.mT, torch.empty((), dtype=torch.int32, device=a_NN.device)) if in_place else None
         factor, info = torch.linalg.cholesky_ex(a_NN if out is None else out[0], out=out)
-        return factor if bool((info == 0) & torch.isfinite(torch.diagonal(factor)).all()) else None
+        unsound = (0.0 * torch.diagonal(factor)).sum()  # 0, or NaN where a number is not finite
+        return factor if bool(unsound == info) else None  # info is 0 for a factor that exists
     try:
         factor = _lapack().cholesky(a_NN, lower=True, check_finite=False)
     except np.linalg.LinAlgError:
@@ -170,12 +171,19 @@ def column_dots(a_NK: Array, b_NK: Array) -> Array:
 
 
 def column_norms(a_NK: Array, order: float = 2) -> Array:
-    """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory."""
+    """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory. A column with NaN has the norm NaN."""
+    if not len(a_NK):
+        return a_NK.sum(0)
     if kind_of(a_NK) == "torch":
         return namespace(a_NK).linalg.vector_norm(a_NK, order, dim=0)
     if order == 2:
         return np.einsum("nk,nk->k", a_NK, a_NK) ** 0.5
     return abs(a_NK).max(0)
+
+
+def largest_entry(a_MN: Array) -> Array:
+    """The largest magnitude, an array without axes, or NaN where there is one; one pass over a GPU's memory."""
+    return namespace(a_MN).linalg.vector_norm(a_MN, np.inf) if kind_of(a_MN) == "torch" else np.asarray(abs(a_MN).max())
 
 
 def take_columns(a_NK: Array, index: Array) -> Array:

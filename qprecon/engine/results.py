@@ -59,17 +59,21 @@ class Results:
     def put(self, columns: Any, part: Results) -> None:
         """Write the results of a chunk to their places."""
         self.weights_NK[:, columns] = part.weights_NK
+        whole = isinstance(columns, slice) and columns.stop - columns.start == len(self.status)
         for name in _NAMES:
-            getattr(self, name)[columns] = getattr(part, name)
+            if whole and getattr(self, name).dtype == object:  # copied object by object
+                setattr(self, name, getattr(part, name))
+            else:
+                getattr(self, name)[columns] = getattr(part, name)
 
     def unfinished(self, tol: float, own_limits: bool) -> np.ndarray:
         """Indices of the columns that no limit stopped, whose input is sound, and whose certified gap exceeds ``tol``.
 
         own_limits: a limit of iterations is the backend's own, not the caller's, and stops nobody else.
         """
-        ends = [Status.INVALID_INPUT, Status.TIME_LIMIT, *([] if own_limits else [Status.ITERATION_LIMIT])]
-        stopped = np.isin(self.status, np.array(ends, dtype=object))
-        return np.flatnonzero(~stopped & ~(self.relative_gap <= tol))
+        ends = {Status.INVALID_INPUT, Status.TIME_LIMIT} | (set() if own_limits else {Status.ITERATION_LIMIT})
+        open_ = np.flatnonzero(~(self.relative_gap <= tol))  # as a rule few or none: statuses are compared one by one
+        return open_[[status not in ends for status in self.status[open_]]] if len(open_) else open_
 
 
 _NAMES = tuple(field.name for field in fields(Results) if field.name != "weights_NK")

@@ -177,8 +177,8 @@ def _run(
             mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
             start_NK=lib(scale.weights(chunk.weights_NK[:, some])),
             residual_NK=lib(scale.residual(cast(figures.rho_NK[:, some], backend.dtype), task.cert.unit)),
-            start_objective_K=lib(scale.objective(like(figures.value[local], chunk.weights_NK))),
-            improved_K=lib(scale.objective(like(start.masked.value[local] - figures.value[local], chunk.weights_NK))),
+            start_objective_K=lib(like(scale.objective(figures.value[local]), chunk.weights_NK)),
+            improved_K=lib(like(scale.objective(start.masked.value[local] - figures.value[local]), chunk.weights_NK)),
             linear_NK=None if g_NK is None else lib(cast(scale.linear(g_NK), backend.dtype)),
             lower_NK=scaled(problem.lower_NK),
             upper_NK=scaled(problem.upper_NK),
@@ -192,6 +192,10 @@ def _run(
     return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
 
 
+def _words(raw: RawColumns) -> set[str]:
+    return {raw.reported_status} if isinstance(raw.reported_status, str) else set(raw.reported_status.tolist())
+
+
 def _worth_another(
     task: Task, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: RawColumns, round_: int
 ) -> bool:
@@ -200,6 +204,6 @@ def _worth_another(
         return False
     if not task.backend.loaded.capabilities.warm_start:
         return False
-    if np.isin(np.asarray(raw.reported_status, dtype=object), list(LIMITS)).all():
+    if _words(raw) <= LIMITS.keys():
         return False
     return round_ == 0 or bool((after_K[failing_K] < 0.8 * before_K[failing_K]).any())
