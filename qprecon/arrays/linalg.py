@@ -174,16 +174,18 @@ def column_norms(a_NK: Array, order: float = 2) -> Array:
     """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory. A column with NaN has the norm NaN."""
     if not len(a_NK):
         return a_NK.sum(0)
-    if kind_of(a_NK) == "torch":
+    if kind_of(a_NK) == "torch" and (order == 2 or a_NK.is_cuda):  # on a CPU torch's largest norm takes many times as long
         return namespace(a_NK).linalg.vector_norm(a_NK, order, dim=0)
     if order == 2:
         return np.einsum("nk,nk->k", a_NK, a_NK) ** 0.5
-    return abs(a_NK).max(0)
+    return namespace(a_NK).amax(abs(a_NK), 0)
 
 
 def largest_entry(a_MN: Array) -> Array:
     """The largest magnitude, an array without axes, or NaN where there is one; one pass over a GPU's memory."""
-    return namespace(a_MN).linalg.vector_norm(a_MN, np.inf) if kind_of(a_MN) == "torch" else np.asarray(abs(a_MN).max())
+    if kind_of(a_MN) == "torch" and a_MN.is_cuda:
+        return namespace(a_MN).linalg.vector_norm(a_MN, np.inf)
+    return namespace(a_MN).amax(abs(a_MN))
 
 
 def take_columns(a_NK: Array, index: Array) -> Array:
