@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.interop import Array, device_type, namespace
+from ..arrays.linalg import cholesky_in_place
 
 _FROM = 2048  # inputs; below, starting the kernels takes longer than the kernels
 
@@ -38,15 +39,12 @@ def worth_beginning(a_NN: Array) -> bool:
 
 
 def begin_cholesky(a_NN: Array) -> Begun:
-    """Begin to factorise a symmetric torch matrix, which is used up."""
+    """Begin to factorise a symmetric, contiguous torch matrix, which is used up."""
     torch, stream = namespace(a_NN), _stream(a_NN.device, threading.get_ident())
-    failed = torch.zeros((), dtype=torch.int32, device=a_NN.device)
     stream.wait_stream(torch.cuda.current_stream(a_NN.device))
     with torch.cuda.stream(stream):
-        # Transposed, `a` lies as the library wants its output (`linalg.cholesky`).
-        factor_NN, failed = torch.linalg.cholesky_ex(a_NN, out=(a_NN.mT, failed))
-    for array in (factor_NN, failed):
-        array.record_stream(stream)  # their memory is no one else's before the stream is done, whatever becomes of them here
+        factor_NN, failed = cholesky_in_place(a_NN)
+    a_NN.record_stream(stream)  # its memory is no one else's before the stream is done, whatever becomes of it here
     return Begun(factor_NN, failed, stream)
 
 
