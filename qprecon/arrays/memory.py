@@ -12,23 +12,22 @@ _SMALL = 2**29  # bytes that a GPU is not asked for: asking takes it longer than
 _WORDS = ("out of memory", "outofmemory", "resource_exhausted", "can't allocate memory", "not enough memory", "alloc_failed")
 
 
-def automatic_width(place: Place, n: int, k: int, bytes_per_column: float, chunks: int = 1) -> int:
-    """How many of ``k`` columns of ``n`` entries to solve together, where one takes so many bytes of working memory. chunks: how
-    many such sets are in work at once, two or more of them."""
+def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> int:
+    """How many of ``k`` columns of ``n`` entries to solve together, where one takes so many bytes of working memory."""
     if not k:
         return 1
     budget, most = _HOST_BUDGET, k
     if place.device_type == "cuda":
         import torch
 
-        most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n * chunks, 1))
-        if k <= most and k * bytes_per_column <= _SMALL and chunks == 1:
+        most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
+        if k <= most and k * bytes_per_column <= _SMALL:
             return k
         device = place.torch_device  # torch would ask the process's current one
         free, _ = torch.cuda.mem_get_info(device)
         budget = 0.6 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    most = max(1, min(k, most, int(budget // max(bytes_per_column * chunks, 1.0))))
-    parts = max(-(-k // most), chunks)
+    most = max(1, min(k, most, int(budget // max(bytes_per_column, 1.0))))
+    parts = -(-k // most)
     return -(-k // parts)  # even chunks: a small remainder would cost as many launches as a full one
 
 

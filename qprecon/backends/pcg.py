@@ -5,6 +5,7 @@ Each column is CG on its own H_II. In Δ form: the residual is never formed from
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 
 from ..arrays.interop import Array, cast, device_type, dtype_name, like, namespace
 from ..arrays.linalg import column_dots
-from ..arrays.streams import Once
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._pcg import precondition as precondition
 from ._pcg import samples as sample_space
@@ -39,7 +39,7 @@ docs/performance.md, "What was tried"."""
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
 over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""
-_LEFT_ALONE = {"cpu": (0.5, 0), "cuda": (0.25, 2**23)}
+_LEFT_ALONE = {"cpu": (0.5, 0), "cuda": (0.25, 2**24)}
 """Once this share of the columns of a chunk of so many numbers goes on, it does so without the others. On a GPU a few columns are
 copied in less than an iteration, and small iterations wait for their launches anyway."""
 _PATIENCE = 60  # iterations in halves without progress of the worst column: its residual is to be made anew
@@ -99,9 +99,9 @@ def prepare(system: System, options: Options) -> SolveChunk:
     shared = precondition.low_rank(system.hessian_NN, system.ridge, rank, options.power_steps) if rank else None
     factor_Nr = None if shared is None else shared.factor_Nr
     usual = chosen_precision(system.hessian_NN, factor_Nr, options.precision)
-    multiplying = Once(lambda precision: product(system.hessian_NN, factor_Nr, precision), system.hessian_NN)
+    multiplying = functools.cache(lambda precision: product(system.hessian_NN, factor_Nr, precision))
     few = system.samples if options.preconditioner == "auto" and options.rank is None else None
-    space = Once(lambda: sample_space.SampleSpace.of(system.hessian_NN, system.ridge, few), system.hessian_NN)
+    space = functools.cache(lambda: sample_space.SampleSpace.of(system.hessian_NN, system.ridge, few))
 
     def solve_chunk(chunk: Chunk) -> RawColumns:
         precision = usual if options.precision != "auto" or not _full_is_quicker(*chunk.start_NK.shape, chunk.tolerance) else "full"

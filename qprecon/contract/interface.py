@@ -94,7 +94,6 @@ class Capabilities:
         dtypes: floating dtypes that it computes in. If "auto" gives it columns of another dtype, it uses the last of these.
         scaling: "mean" (H divided by its mean diagonal), "jacobi" (unit diagonal) or "none" (the problem as given, columns too).
         warm_start: makes use of ``Chunk.start_NK``, so that a second call continues the first.
-        two_at_once: what ``prepare`` returns may be called in two threads at once, with torch streams of their own on a GPU.
 
     A backend's ``Options`` may carry ``scaling`` and ``warm_start`` too (None = as declared), for a mode in which it differs.
     """
@@ -106,7 +105,6 @@ class Capabilities:
     dtypes: tuple[str, ...] = ("float32", "float64")
     scaling: str = "jacobi"
     warm_start: bool = False
-    two_at_once: bool = False
 
 
 @dataclass(frozen=True)

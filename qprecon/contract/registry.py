@@ -53,7 +53,7 @@ BUILT_IN = (
         "pcg",
         "qprecon.backends.pcg",
         "preconditioned conjugate gradients on all columns at once; the fast one",
-        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), scaling="mean", warm_start=True, two_at_once=True),
+        capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda"), scaling="mean", warm_start=True),
     ),
     Backend(
         "admm",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.chunks import compose, indices_of, slices, width_of, within
-from ..arrays.interop import Array, as_given_back, back_to, cast, device_type, like, synchronize, to_library
+from ..arrays.interop import Array, as_given_back, back_to, cast, like, synchronize, to_library
 from ..arrays.linalg import masked
 from ..arrays.memory import automatic_width, out_of_memory, release
 from ..contract.answers import checked_bytes
@@ -25,11 +25,9 @@ from ..status import Status
 from .in_progress import InProgress, numbers_may_fail
 from .results import LIMITS, Results
 from .shared import BackendSetup
-from .two_at_once import take_two_at_once
 
 _ROUNDS = 8  # audited rounds at most; a column's gap must shrink by a fifth for there to be another
 _FIRST = 0.25  # of the tolerance is what the first round asks for: an iteration more costs less than a second round
-_TWO_FROM = 2**23  # weights; with fewer, the host is busy all the time anyway
 _AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
 
 
@@ -46,15 +44,7 @@ class Task:
         loaded, n = self.backend.loaded, self.problem.n_inputs
         itemsize = 8 if self.backend.dtype == "float64" else 4
         own = checked_bytes(loaded.record.name, loaded.bytes_per_column, n, itemsize, loaded.options)
-        chunks = 2 if self.two_at_once else 1
-        return automatic_width(self.problem.place, n, self.problem.n_columns, own + _AUDIT_BYTES * n, chunks)
-
-    @property
-    def two_at_once(self) -> bool:
-        """Whether two chunks are to be in work at once (`two_at_once`)."""
-        on_gpu = device_type(self.problem.weights_NK) == "cuda" and self.backend.library == "torch"
-        large = self.problem.n_inputs * self.problem.n_columns >= _TWO_FROM
-        return on_gpu and large and self.backend.loaded.capabilities.two_at_once
+        return automatic_width(self.problem.place, n, self.problem.n_columns, own + _AUDIT_BYTES * n)
 
 
 @dataclass(frozen=True)
@@ -85,14 +75,6 @@ class Outcome:
         for key, value in extras.items():
             self.automatic[key] = self.automatic[key] + value if key.endswith("_seconds") and key in self.automatic else value
 
-    def add_parts(self, parts: list[Outcome], seconds: float) -> None:
-        """What was done at once in ``seconds``, which are shared out as the parts' own are."""
-        own = sum(part.solve_seconds + part.audit_seconds for part in parts)
-        for part in parts:
-            self.add_extras(part.automatic)
-            self.solve_seconds += part.solve_seconds * seconds / own
-            self.audit_seconds += part.audit_seconds * seconds / own
-
     def lap(self, since: float, name: str, near: Array) -> float:
         """Add the seconds since then to those called ``name``, the device's work included; returns the time now."""
         synchronize(near)
@@ -112,8 +94,6 @@ def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_siz
     if not batch_size:
         out.automatic["batch_size"] = size
     pending = list(slices(np.flatnonzero(~bad_K), size, contiguous=not bad_K.any()))
-    if task.two_at_once and not batch_size and len(pending) > 1:
-        _solve_two_at_once(task, limits, warm_NK, pending, out)
     while pending:
         columns = pending.pop(0)
         try:
@@ -128,21 +108,6 @@ def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_siz
         out.automatic["batch_size"] = f"{half}, halved after running out of memory at {width_of(columns)}"
         pending[:0] = slices(indices_of(columns), half, contiguous=isinstance(columns, slice))
     return out
-
-
-def _solve_two_at_once(task: Task, limits: Limits, warm_NK: Array | None, pending: list[Any], out: Outcome) -> None:
-    """Solve pending chunks, two at once, as long as memory allows."""
-    began, parts = time.monotonic(), list[Outcome]()
-
-    def work(columns: Any) -> None:
-        part = Outcome(out.results)
-        _solve_chunk(task, limits, warm_NK, columns, part)
-        parts.append(part)
-
-    take_two_at_once(work, pending, task.problem.weights_NK)
-    out.add_parts(parts, time.monotonic() - began)
-    if pending:
-        release(task.problem.weights_NK)
 
 
 def solve_again(task: Task, limits: Limits, out: Outcome, columns: np.ndarray, warm_NK: Array | None) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..arrays.interop import Array, device_type, namespace
 from ..arrays.linalg import cholesky_in_place
-from ..arrays.streams import side_stream
 
 _FROM = 2048  # inputs; below, starting the kernels takes longer than the kernels
 
@@ -41,10 +40,17 @@ def worth_beginning(a_NN: Array) -> bool:
 
 def begin_cholesky(a_NN: Array) -> Begun:
     """Begin to factorise a symmetric, contiguous torch matrix, which is used up."""
-    torch, stream = namespace(a_NN), side_stream(a_NN.device, "factor", threading.get_ident())
+    torch, stream = namespace(a_NN), _stream(a_NN.device, threading.get_ident())
     stream.wait_stream(torch.cuda.current_stream(a_NN.device))
     with torch.cuda.stream(stream):
         factor_NN, failed = cholesky_in_place(a_NN)
     a_NN.record_stream(stream)  # its memory is no one else's before the stream is done, whatever becomes of it here
     return Begun(factor_NN, failed, stream)
 
+
+@functools.cache
+def _stream(device: Any, thread: int) -> Any:
+    """Libraries keep memory for each stream."""
+    import torch
+
+    return torch.cuda.Stream(device)

@@ -12,15 +12,15 @@ these is the same whatever units the inputs have: a large channel sets no scale 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..arrays.interop import Array, dtype_name, kind_of, like, namespace
 from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
-from ..arrays.streams import Once
 from ..problem.hessian import ENTRY, Hessian
 from ..wording import more_damping
 from .beside import Begun, begin_cholesky, worth_beginning
@@ -64,10 +64,6 @@ class Certificate:
     dead_N: Array | None = None
     shift_N: Array | None = None
     begun: Begun | None = None
-    _blocks: Once[Blocks | None] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_blocks", Once(self._make_blocks, self.root_N))
 
     def settle(self) -> None:
         """Wait for the factor.
@@ -78,12 +74,9 @@ class Certificate:
         if self.begun is not None and not self.begun.exists:
             raise NoFactor
 
-    @property  # made for the first problem with enough columns
+    @functools.cached_property  # made for the first problem with enough columns
     def blocks(self) -> Blocks | None:
         """What solves with the factor by products, where that is faster."""
-        return self._blocks()
-
-    def _make_blocks(self) -> Blocks | None:
         size = 0 if self.factor_NN is None or self.dead_N is not None else size_for(self.factor_NN)
         n = self.root_N.shape[0]
         return blocks(self.factor_NN, self.root_N, self.condition, gamma(n), gamma(size), size) if size else None

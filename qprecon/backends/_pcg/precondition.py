@@ -43,7 +43,7 @@ class LowRank:
     factor_Nr: Array
     diagonal_N: Array  # diag(H − FFᵀ) + λ, positive
 
-    @property
+    @functools.cached_property
     def pairs(self) -> Pairs:
         """What ``_inner`` makes of the columns of F."""
         return Pairs.of(self.factor_Nr.shape[1], self.factor_Nr)

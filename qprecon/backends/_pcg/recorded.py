@@ -6,14 +6,11 @@ Started from Python one by one, the kernels of an iteration at 4096 x 4096 take 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 
 from ...arrays.interop import Array, device_type
-from ...arrays.streams import side_stream
-
-_RECORDING = threading.Lock()
-"""torch's random numbers have one state for a device, which every graph enters that is recorded."""
 
 
 def recorded(step: Callable[[], None], near: Array) -> Callable[[], None]:
@@ -26,9 +23,9 @@ def recorded(step: Callable[[], None], near: Array) -> Callable[[], None]:
         return step
     import torch
 
-    graph, stream = torch.cuda.CUDAGraph(), side_stream(near.device, "recorded", threading.get_ident())
+    graph, stream = torch.cuda.CUDAGraph(), _stream(near.device, threading.get_ident())
     try:
-        with _RECORDING, _capturing(torch, graph, stream):
+        with _capturing(torch, graph, stream):
             step()
     except Exception:  # a library that does not let itself be recorded; nothing has run
         return step
@@ -49,3 +46,10 @@ def _capturing(torch, graph, stream) -> Iterator[None]:
             raise
         graph.capture_end()
 
+
+@functools.cache
+def _stream(device, thread: int):
+    """Where a thread records: not the default stream, on which nothing can be. Libraries keep memory for each stream."""
+    import torch
+
+    return torch.cuda.Stream(device)
