@@ -104,7 +104,7 @@ class PreparedHessian:
             raise ValueError(f"damping belongs to H and is {self.damping:g} here: qprecon.prepare(H, damping=…) makes another")
         request = Request(backend, tol, max_iterations, time_limit, warm_start, batch_size, dtype, backend_options)
         problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
-        return run(self._at(problem.place), problem, request, started)
+        return run(self._at(problem.place, checked=True), problem, request, started)
 
     def audit(
         self,
@@ -131,7 +131,7 @@ class PreparedHessian:
             ValueError: bad shapes or values; the argument is named.
         """
         problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
-        shared = self._at(problem.place)
+        shared = self._at(problem.place, checked=True)
         with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
             return audited(problem, shared.certificate, floating(candidate, problem.place, "candidate"))
 
@@ -166,7 +166,7 @@ class PreparedHessian:
                 where pruned.
         """
         problem = self.problem(W, mask, rhs=rhs, constant=constant)
-        return rounded(self._at(problem.place), problem, start, grid, Effort.of(method, effort))
+        return rounded(self._at(problem.place, checked=True), problem, start, grid, Effort.of(method, effort))
 
     def problem(
         self,
@@ -179,8 +179,7 @@ class PreparedHessian:
         upper: Array | float | None = None,
     ) -> ColumnQP:
         """The problem of some columns with this H, validated; arguments as in ``qprecon.solve``."""
-        hessian = self._at(place_of(W)).hessian
-        return ColumnQP(hessian, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, constant_K=constant)
+        return ColumnQP(self._at(place_of(W)).hessian, W, mask, rhs_NK=rhs, lower_NK=lower, upper_NK=upper, constant_K=constant)
 
     def inverse_factor(self, damping: float | None = None, dtype: str = "float32") -> Array:
         """U, upper triangular (N, N), with UᵀU = (H + λI)⁻¹, which sweeps such as SparseGPT's and GPTQ's need.
@@ -217,9 +216,10 @@ class PreparedHessian:
             if certificate and setups and inverse_factors and place != self.hessian.place:
                 self._shared.pop(place, None)
 
-    def _at(self, place: Place) -> Shared:
-        """What problems of one array library and device share. H is copied there if need be, once."""
-        self.hessian.check_unchanged()
+    def _at(self, place: Place, checked: bool = False) -> Shared:
+        """What problems of one array library and device share. H is copied there if need be, once. checked: H was, in this call."""
+        if not checked:
+            self.hessian.check_unchanged()
         return self._shared.get(place) or self._shared.setdefault(place, Shared(self.hessian.at(place)))
 
 

@@ -32,6 +32,11 @@ def within(local: np.ndarray, near_NK: Array) -> Any:
     return slice(None) if len(local) == near_NK.shape[1] else like(local, near_NK)
 
 
+def in_numpy(local: np.ndarray, near_NK: Array) -> Any:
+    """The same for numpy arrays of the chunk."""
+    return slice(None) if len(local) == near_NK.shape[1] else local
+
+
 def compose(columns: Any, local: np.ndarray, near_NK: Array) -> Any:
     """Index of the local columns within the problem."""
     if len(local) == near_NK.shape[1] and isinstance(columns, slice):

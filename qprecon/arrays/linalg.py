@@ -54,9 +54,9 @@ def cholesky(a_NN: Array, overwrite: bool = False) -> Array | None:
     `a` is needed no more, and torch puts the factor in its place: at 28,672 inputs a second matrix would be 6.6 GB.
     """
     if kind_of(a_NN) == "torch":
-        torch, in_place = namespace(a_NN), overwrite and a_NN.is_contiguous() and not a_NN.requires_grad
-        factor, failed = cholesky_in_place(a_NN) if in_place else torch.linalg.cholesky_ex(a_NN)
-        return factor if bool((failed == 0) & torch.isfinite(torch.diagonal(factor)).all()) else None
+        in_place = overwrite and a_NN.is_contiguous() and not a_NN.requires_grad
+        factor, failed = cholesky_in_place(a_NN) if in_place else namespace(a_NN).linalg.cholesky_ex(a_NN)
+        return factor if factor_exists(factor, failed) else None
     try:
         factor = _lapack().cholesky(a_NN, lower=True, check_finite=False)
     except np.linalg.LinAlgError:
@@ -70,6 +70,12 @@ def cholesky_in_place(a_NN: Array) -> tuple[Array, Array]:
     # Transposed, `a` lies as LAPACK wants its output; being symmetric it has the same entries.
     out = a_NN.mT, torch.empty((), dtype=torch.int32, device=a_NN.device)
     return torch.linalg.cholesky_ex(out[0], out=out)
+
+
+def factor_exists(factor_NN: Array, failed: Array) -> bool:
+    """Whether what torch's ``cholesky_ex`` gave is a factor; waits for the device."""
+    unsound = (0.0 * factor_NN.diagonal()).sum()  # 0, or NaN where a number is not finite
+    return bool(unsound == failed)  # 0 for a factor that exists
 
 
 def solve_lower(factor_NN: Array, b_NK: Array) -> Array:
@@ -175,12 +181,19 @@ def column_dots(a_NK: Array, b_NK: Array) -> Array:
 
 
 def column_norms(a_NK: Array, order: float = 2) -> Array:
-    """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory."""
+    """Norm of each column, 2 or infinity, (K,); one pass over a GPU's memory. A column with NaN has the norm NaN."""
+    if not len(a_NK):
+        return a_NK.sum(0)
     if kind_of(a_NK) == "torch":
         return namespace(a_NK).linalg.vector_norm(a_NK, order, dim=0)
     if order == 2:
         return np.einsum("nk,nk->k", a_NK, a_NK) ** 0.5
     return abs(a_NK).max(0)
+
+
+def largest_entry(a_MN: Array) -> Array:
+    """The largest magnitude, an array without axes, or NaN where there is one; one pass over a GPU's memory."""
+    return namespace(a_MN).linalg.vector_norm(a_MN, np.inf) if kind_of(a_MN) == "torch" else np.asarray(abs(a_MN).max())
 
 
 def take_columns(a_NK: Array, index: Array) -> Array:

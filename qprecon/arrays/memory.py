@@ -25,7 +25,9 @@ def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> in
             return k
         device = place.torch_device  # torch would ask the process's current one
         free, _ = torch.cuda.mem_get_info(device)
-        budget = 0.6 * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        if min(k, most) * bytes_per_column > 0.6 * free:  # torch takes half a millisecond to say what it has in reserve
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        budget = 0.6 * free
     most = max(1, min(k, most, int(budget // max(bytes_per_column, 1.0))))
     parts = -(-k // most)
     return -(-k // parts)  # even chunks: a small remainder would cost as many launches as a full one

@@ -119,7 +119,7 @@ def prepare(system: System, options: Options) -> SolveChunk:
         if shared:
             raw = _again(system.hessian_NN, shared, chunk, raw, (_FEW_LEFT, "breakdown"), "few_columns")
             raw = _again(system.hessian_NN, shared, chunk, raw, ("breakdown",), "jacobi_columns")
-        return RawColumns(raw.weights_NK[:, :columns], raw.reported_status[:columns], raw.iterations[:columns], raw.extras)
+        return RawColumns(raw.weights_NK[:, :columns], _words(raw, columns), raw.iterations[:columns], raw.extras)
 
     return solve_chunk
 
@@ -148,6 +148,8 @@ def _again(
     "few_columns": in float64 but for the product, if they are few indeed and in float32; many only after the product in halves.
     "jacobi_columns": with the diagonal alone for a preconditioner, which is positive whatever the rounding.
     """
+    if isinstance(raw.reported_status, str):
+        return raw
     chosen = np.flatnonzero(np.logical_or.reduce([raw.reported_status == word for word in words]))
     jacobi = kind == "jacobi_columns"
     wide = not jacobi and len(chosen) <= _FEW and dtype_name(chunk.start_NK) == "float32"
@@ -173,9 +175,14 @@ def _again(
         apply = precondition.jacobi(hessian_NN) if jacobi else precondition.for_columns(shared, part.mask_NK)
         more = _solve(Full(hessian_NN), apply, part, {})
     raw.weights_NK[:, at] = cast(more.weights_NK[:, : len(chosen)], dtype_name(raw.weights_NK))
-    raw.reported_status[chosen] = more.reported_status[: len(chosen)]
+    raw.reported_status[chosen] = _words(more, len(chosen))
     raw.iterations[chosen] += more.iterations[: len(chosen)]
     return RawColumns(raw.weights_NK, raw.reported_status, raw.iterations, {**raw.extras, kind: len(chosen)})
+
+
+def _words(raw: RawColumns, count: int) -> str | np.ndarray:
+    """What is said of the first columns."""
+    return raw.reported_status if isinstance(raw.reported_status, str) else raw.reported_status[:count]
 
 
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:

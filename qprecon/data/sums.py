@@ -23,6 +23,7 @@ _SHORT, _SMALL = 1024, 1024
 """The same for so few inputs, which other kernels multiply: a product of 8192 rows of 1024 inputs was 2.6e-5 too small
 (benchmarks/results/gram_rows.json). With more inputs
 the sums of so short parts would take as long as the products."""
+_LONGEST_ROUNDED = 32768  # float32 rows of one product: sums are rounded, and the error grows with the root of their number
 
 
 def add_gram(sum_NN: Array, x_TN: Array) -> None:
@@ -57,7 +58,8 @@ def add_gram(sum_NN: Array, x_TN: Array) -> None:
             part_NN += torch.bmm(parts_PTN.mT, parts_PTN).sum(0)
             part_NN.addmm_(x_TN[even:].t(), x_TN[even:])
         else:
-            part_NN.addmm_(x_TN[:, rows].t(), x_TN[:, rows.start :])
+            for piece_TN in x_TN.split(_LONGEST_ROUNDED):
+                part_NN.addmm_(piece_TN[:, rows].t(), piece_TN[:, rows.start :])
 
 
 def _pieces(x_TN: Array, n_inputs: int) -> list[Array]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.chunks import compose, within
+from ..arrays.chunks import compose, filled, in_numpy, within
 from ..arrays.interop import Array, like, namespace
 from ..contract.interface import RawColumns
 from ..problem.column_qp import ColumnQP
@@ -63,37 +63,37 @@ class InProgress:
 
     def accept(self, local: np.ndarray, raw: RawColumns, answer_NK: Array) -> None:
         """Audit the answers to the local columns and keep each where it is no worse than what was there."""
-        results, start, some = self.results, self.start, within(local, self.weights_NK)
-        first = results.reported_status[local] == NOT_RUN
-        results.reported_status[local] = raw.reported_status
-        results.iterations[local] += raw.iterations
+        results, start, some, here = self.results, self.start, within(local, self.weights_NK), in_numpy(local, self.weights_NK)
+        first = results.reported_status[local[0]] == NOT_RUN  # as all of them: a later round is of some of the first one's columns
+        results.reported_status[here] = raw.reported_status
+        results.iterations[here] += raw.iterations
         columns = compose(self.columns, local, self.weights_NK)
         with numbers_may_fail():
             fresh = audit(self.problem, self.cert, answer_NK, columns)
-            masked = start.masked.take(local, some)
+            masked = start.masked.take(here, some)
             if sharpen(self.problem, self.cert, masked, answer_NK, fresh, columns):
-                start.masked.put_values(local, masked)
-        began = masked if start.audit is start.masked else start.audit.take(local, some)
+                start.masked.put_values(here, masked)
+        began = masked if start.audit is start.masked else start.audit.take(here, some)
         with np.errstate(invalid="ignore"):
             lower_K = fresh.value + fresh.rounding < began.value - began.rounding
             higher_K = ~(fresh.value - fresh.rounding <= began.value + began.rounding)
             sure_K = surely_better(self.problem, self.cert, answer_NK, fresh, masked, columns)
-            better_K = lower_K & sure_K & (fresh.value <= self.figures.value[local])
-            better_K |= sure_K & ~higher_K & self._proved(local, masked, began, fresh)
+            better_K = lower_K & sure_K & (fresh.value <= self.figures.value[here])
+            better_K |= sure_K & ~higher_K & self._proved(here, masked, began, fresh)
         self._replace(local, better_K, answer_NK, fresh)
-        self.doubted[local] = lower_K & ~sure_K
-        results.fell_back[local] = (results.fell_back[local] | first) & ~better_K & (higher_K | self.doubted[local])
-        self.certified[local] |= better_K
+        self.doubted[here] = lower_K & ~sure_K
+        results.fell_back[here] = (results.fell_back[here] | first) & ~better_K & (higher_K | self.doubted[here])
+        self.certified[here] |= better_K
 
-    def _proved(self, local: np.ndarray, masked: Figures, began: Figures, fresh: Figures) -> np.ndarray:
+    def _proved(self, here: Any, masked: Figures, began: Figures, fresh: Figures) -> np.ndarray:
         """(K,) whether answers to columns that still are their warm start are proved to be optimal to within its value's rounding.
 
         Values that cannot be told apart say nothing of the certificates, which are sharper.
         """
         if self.start.audit is self.start.masked:  # where in doubt the masked weights stay
-            return np.zeros(len(local), dtype=bool)
+            return np.zeros(len(fresh.value), dtype=bool)
         below_K = fresh.value + fresh.rounding < masked.value - masked.rounding
-        return ~self.certified[local] & below_K & (fresh.gap_bound <= began.rounding)
+        return ~self.certified[here] & below_K & (fresh.gap_bound <= began.rounding)
 
     def certify_starts(self, tol: float) -> None:
         """Certify columns that still are their start, which was audited without a certificate."""
@@ -105,20 +105,29 @@ class InProgress:
 
     def finish(self, tol: float) -> Results:
         """The results, with every column's figures and status."""
-        results, figures, singular = self.results, self.figures, self.cert.factor_NN is None
-        for word, member in LIMITS.items():
-            results.status[results.reported_status == word] = member
-        if singular:
-            uncertain_K = ~(figures.gap_bound < figures.objective)
-            results.status[(results.status == Status.INACCURATE) & uncertain_K] = Status.UNCERTIFIED
-        results.status[results.fell_back] = Status.FELL_BACK
-        if singular:
-            results.status[results.fell_back & self.doubted] = Status.UNCERTIFIED
-        results.status[results.relative_gap <= tol] = Status.OPTIMAL
+        results, figures = self.results, self.figures
+        results.status.fill(Status.OPTIMAL)
+        if len(left := np.flatnonzero(~(results.relative_gap <= tol))):
+            results.status[left] = self._why_not(left)
         results.objective, results.baseline_objective = figures.objective, self.start.masked.objective
         results.gap_bound, results.violation = figures.gap_bound, figures.violation
         results.stationarity = self.start.relative_stationarity(figures)
         return results
+
+    def _why_not(self, local: np.ndarray) -> np.ndarray:
+        """Statuses of the local columns, none of which is optimal: as a rule few, as words are compared one by one."""
+        words, fell_back, figures = self.results.reported_status[local], self.results.fell_back[local], self.figures
+        status = filled(len(local), Status.INACCURATE)
+        for word, member in LIMITS.items():
+            status[words == word] = member
+        singular = self.cert.factor_NN is None
+        if singular:
+            uncertain = ~(figures.gap_bound[local] < figures.objective[local])
+            status[(status == Status.INACCURATE) & uncertain] = Status.UNCERTIFIED
+        status[fell_back] = Status.FELL_BACK
+        if singular:
+            status[fell_back & self.doubted[local]] = Status.UNCERTIFIED
+        return status
 
     def _replace(self, local: np.ndarray, better_K: np.ndarray, answer_NK: Array, fresh: Figures) -> None:
         """Put the answers and their figures in the places of the local columns where they are better."""
@@ -128,7 +137,7 @@ class InProgress:
             results.relative_gap = self.start.relative_gap(self.problem, self.figures)
             return
         mixed_NK = xp.where(like(better_K, answer_NK)[None, :], answer_NK, results.weights_NK[:, some])
-        mixed = fresh.where(better_K, self.figures.take(local, some))
+        mixed = fresh.where(better_K, self.figures.take(in_numpy(local, self.weights_NK), some))
         if len(local) == results.weights_NK.shape[1]:
             results.weights_NK, self.figures = mixed_NK, mixed
         else:

@@ -75,9 +75,11 @@ class Outcome:
         for key, value in extras.items():
             self.automatic[key] = self.automatic[key] + value if key.endswith("_seconds") and key in self.automatic else value
 
-    def lap(self, since: float, name: str, near: Array) -> float:
-        """Add the seconds since then to those called ``name``, the device's work included; returns the time now."""
-        synchronize(near)
+    def lap(self, since: float, name: str, near: Array | None = None) -> float:
+        """Add the seconds since then to those called ``name``; returns the time now. ``near``: with the work of its device, which
+        an audit has waited for."""
+        if near is not None:
+            synchronize(near)
         now = time.monotonic()
         setattr(self, name, getattr(self, name) + now - since)
         return now
@@ -127,7 +129,7 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
     problem, clock = task.problem, time.monotonic()
     start = find_start(problem, task.cert, task.backend.dtype, warm_NK, columns)
     chunk = InProgress.begin(problem, task.cert, start, columns)
-    clock = out.lap(clock, "audit_seconds", problem.weights_NK)
+    clock = out.lap(clock, "audit_seconds")
     local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
     tolerance = _FIRST * limits.tol
     for round_ in range(_ROUNDS):
@@ -142,7 +144,7 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
         out.add_extras(raw.extras)
         before_K = chunk.results.relative_gap[local]
         chunk.accept(local, raw, answer_NK)
-        clock = out.lap(clock, "audit_seconds", problem.weights_NK)
+        clock = out.lap(clock, "audit_seconds")
         after_K = chunk.results.relative_gap[local]
         failing_K = after_K > limits.tol
         if not _worth_another(task, before_K, after_K, failing_K, raw, round_):
@@ -179,8 +181,8 @@ def _run(
             mask_NK=lib(problem.mask_NK[:, wanted] & True),  # a copy: the rest is made here, the mask may be the caller's own
             start_NK=lib(scale.weights(chunk.weights_NK[:, some])),
             residual_NK=lib(scale.residual(cast(figures.rho_NK[:, some], backend.dtype), task.cert.unit)),
-            start_objective_K=lib(scale.objective(like(figures.value[local], chunk.weights_NK))),
-            improved_K=lib(scale.objective(like(start.masked.value[local] - figures.value[local], chunk.weights_NK))),
+            start_objective_K=lib(like(scale.objective(figures.value[local]), chunk.weights_NK)),
+            improved_K=lib(like(scale.objective(start.masked.value[local] - figures.value[local]), chunk.weights_NK)),
             linear_NK=None if g_NK is None else lib(cast(scale.linear(g_NK), backend.dtype)),
             lower_NK=scaled(problem.lower_NK),
             upper_NK=scaled(problem.upper_NK),
@@ -194,6 +196,10 @@ def _run(
     return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
 
 
+def _words(raw: RawColumns) -> set[str]:
+    return {raw.reported_status} if isinstance(raw.reported_status, str) else set(raw.reported_status.tolist())
+
+
 def _worth_another(
     task: Task, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: RawColumns, round_: int
 ) -> bool:
@@ -202,6 +208,6 @@ def _worth_another(
         return False
     if not task.backend.loaded.capabilities.warm_start:
         return False
-    if np.isin(np.asarray(raw.reported_status, dtype=object), list(LIMITS)).all():
+    if _words(raw) <= LIMITS.keys():
         return False
     return round_ == 0 or bool((after_K[failing_K] < 0.8 * before_K[failing_K]).any())

@@ -59,26 +59,25 @@ def descend(
     """
     xp, q_NK, r_NK, mask_NK, n = namespace(q_NK), _copy(q_NK), _copy(r_NK), _in_rows(mask_NK), len(q_NK)
     blocks, product = _blocks(fitted.grid, n), product or (lambda columns, x: a_NN[:, columns] @ x)
-    block = _kernel(q_NK, "descend_block") or _descend_block
-    for _ in range(sweeps):
-        moved = q_NK[:0].sum()
+    block, scales = _kernel(q_NK, "descend_block") or _descend_block, fitted.rows(slice(0, n))
+    for left in reversed(range(sweeps)):
+        moved = False
         # r is updated within a panel of some blocks after each, and everywhere after a panel: each update reads and writes r
         for panel in (blocks[first : first + _PANEL] for first in range(0, len(blocks), _PANEL)):
-            start, stop = panel[0].start, panel[-1].stop
-            panel_rows = slice(start, stop)
-            before_PK, local_PK = _copy(q_NK[start:stop]), _copy(r_NK[start:stop])
+            whole = slice(panel[0].start, panel[-1].stop)
+            q_PK, local_PK, changes = q_NK[whole], _copy(r_NK[whole]), []
             for rows in panel:
-                inside = slice(rows.start - start, rows.stop - start)
-                scales = fitted.rows(rows)
-                change_BK = block(a_NN[rows, rows], scales, q_NK[rows], local_PK[inside], mask_NK[rows])
-                moved_BK = q_NK[rows] + change_BK  # next to a value of the grid: the difference was rounded, and so is the sum
-                q_NK[rows] = xp.where(change_BK != 0, scales.nearest(moved_BK), q_NK[rows])
-                if rows.stop < stop:
-                    local_PK[inside.stop :] -= a_NN[rows.stop : stop, rows] @ change_BK
-            change_PK = q_NK[start:stop] - before_PK
-            r_NK -= product(panel_rows, change_PK)
-            moved = moved + abs(change_PK).sum()
-        if not bool(moved > 0):
+                inside = slice(rows.start - whole.start, rows.stop - whole.start)
+                changes.append(block(a_NN[rows, rows], scales.part(rows), q_NK[rows], local_PK[inside], mask_NK[rows]))
+                if rows.stop < whole.stop:
+                    local_PK[inside.stop :] -= a_NN[rows.stop : whole.stop, rows] @ changes[-1]
+            change_PK = xp.concatenate(changes)
+            # Next to values of the grid: the differences were rounded, and so are the sums.
+            moved_PK = xp.where(change_PK != 0, scales.part(whole).nearest(q_PK + change_PK), q_PK)
+            change_PK, q_NK[whole] = moved_PK - q_PK, moved_PK
+            r_NK -= product(whole, change_PK)
+            moved = moved | (change_PK != 0).any() if left else moved
+        if left and not bool(moved):
             break
     return q_NK, r_NK
 

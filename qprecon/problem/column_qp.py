@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.interop import Array, Place, cast, densified, dtype_name, namespace, place_of, to_core, to_numpy
-from ..arrays.linalg import masked
+from ..arrays.linalg import column_norms, masked
 from ..wording import counted
 from .hessian import Hessian, floating
 
@@ -124,14 +124,14 @@ class ColumnQP:
 
     def invalid_columns(self) -> np.ndarray:
         """(K,) bool: columns with NaN or Inf in W, rhs, or NaN in a bound."""
-        xp = namespace(self.weights_NK)
-        bad_K = ~xp.isfinite(self.weights_NK).all(0)
+        xp, largest_K = namespace(self.weights_NK), column_norms(self.weights_NK, np.inf)  # NaN where there is one
         if self.rhs_NK is not None:
-            bad_K = bad_K | ~xp.isfinite(self.rhs_NK).all(0)
+            largest_K = xp.maximum(largest_K, column_norms(self.rhs_NK, np.inf))
+        bad_K = ~np.isfinite(to_numpy(largest_K))
         for bound_NK in (self.lower_NK, self.upper_NK):
             if bound_NK is not None:
-                bad_K = bad_K | xp.isnan(bound_NK).any(0)
-        return to_numpy(bad_K)
+                bad_K |= to_numpy(xp.isnan(bound_NK).any(0))
+        return bad_K
 
     def clip(self, weights_NK: Array, columns: Any = slice(None)) -> Array:
         """The nearest feasible point: zero where pruned, kept entries inside their bounds."""

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays.checksum import sampled_bits
 from ..arrays.halves import has_fast_halves, is_definite
 from ..arrays.interop import Array, Place, cast, describe_device, dtype_name, from_core, kind_of, namespace, to_core, to_numpy
-from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, power_of_two
+from ..arrays.linalg import add_to_diagonal, cholesky, exact_float32, largest_entry, power_of_two
 from ..contract.options import as_number, is_whole
 from ..wording import counted
 
@@ -45,6 +45,10 @@ class Hessian:
         place: where problems with it are solved.
         samples: how many rows X has, None if that is not known.
 
+    Attributes:
+        diagonal_N: diag H, undamped, (N,) float64 numpy.
+        sums: what H is known by again.
+
     Raises:
         ValueError: H not square, not finite, not symmetric or with a negative diagonal; damping negative; no whole number of
             samples.
@@ -55,10 +59,13 @@ class Hessian:
     place: Place
     samples: int | None = None
     sums: Any = field(init=False, repr=False)
+    diagonal_N: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  the dataclass is frozen
-        put("hessian_NN", _checked(floating(self.hessian_NN, self.place, "H")))
+        hessian_NN, diagonal_N = _checked(floating(self.hessian_NN, self.place, "H"))
+        put("hessian_NN", hessian_NN)
+        put("diagonal_N", diagonal_N)
         put("damping", check_damping(self.damping))
         if self.samples is not None and not (is_whole(self.samples) and self.samples >= 0):
             raise ValueError(f"samples must be the number of rows of X, got {self.samples!r}")
@@ -73,11 +80,6 @@ class Hessian:
     def n_inputs(self) -> int:
         """N."""
         return int(self.hessian_NN.shape[0])
-
-    @functools.cached_property  # one look at the device
-    def diagonal_N(self) -> np.ndarray:
-        """diag H, undamped, (N,) float64 numpy."""
-        return _diagonal(self.hessian_NN)
 
     @functools.cached_property
     def ridge(self) -> float:
@@ -165,24 +167,29 @@ def floating(x: Any, place: Place, name: str) -> Array:
     raise ValueError(f"{name} must be an array of real numbers, got dtype {kind}")
 
 
-def _checked(hessian_NN: Array) -> Array:
+def _checked(hessian_NN: Array) -> tuple[Array, np.ndarray]:
+    """H, symmetric, and its diagonal in float64."""
     if hessian_NN.ndim != 2 or hessian_NN.shape[0] != hessian_NN.shape[1]:
         raise ValueError(f"H must be square, got shape {tuple(hessian_NN.shape)}")
     if dtype_name(hessian_NN) in ("float16", "bfloat16"):
         hessian_NN = cast(hessian_NN, "float32")
     if hessian_NN.shape[0] == 0:
-        return hessian_NN
-    xp, diagonal_N = namespace(hessian_NN), hessian_NN.diagonal()
+        return hessian_NN, _diagonal(hessian_NN)
+    xp = namespace(hessian_NN)
     with np.errstate(invalid="ignore", over="ignore"):
-        skew_NN = abs(hessian_NN - hessian_NN.T)
-    skew, least, largest = xp.stack([skew_NN.max(), diagonal_N.min(), diagonal_N.max()]).tolist()  # one look at the device
+        skew_1 = largest_entry(hessian_NN - hessian_NN.T).reshape(1)
+    seen = to_numpy(xp.concatenate([cast(hessian_NN.diagonal(), "float64"), cast(skew_1, "float64")]))  # one look at the device
+    diagonal_N, skew, least, largest = seen[:-1], float(seen[-1]), float(seen[:-1].min()), float(seen[:-1].max())
     if not np.isfinite([skew, least, largest]).all() and not bool(xp.isfinite(hessian_NN).all()):
         raise ValueError("H holds NaN or Inf: look for non-finite activations in the calibration data")
     if least < 0:
         raise ValueError(f"H has a negative diagonal entry (input {int(diagonal_N.argmin())}): it is no Gram matrix")
     if skew > 1e-3 * largest:
         raise ValueError(f"H is not symmetric (largest difference {skew:.3g})")
-    return hessian_NN if skew == 0.0 else 0.5 * (hessian_NN + hessian_NN.T)
+    if skew == 0.0:
+        return hessian_NN, diagonal_N
+    hessian_NN = 0.5 * (hessian_NN + hessian_NN.T)
+    return hessian_NN, _diagonal(hessian_NN)
 
 
 def check_damping(damping: Any) -> float:

@@ -8,6 +8,8 @@ show what that costs.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,15 +46,24 @@ class Scaling:
             factor_K = power_of_two(np.sqrt(np.maximum(energy_K, 0.0) / self.hessian_scale))
         least, largest = (float(x) for x in (factor_K.min(initial=1.0), factor_K.max(initial=1.0)))
         total = (self.input_range[0] * least, self.input_range[1] * largest)
-        return ColumnScaling(self, like(factor_K, self.input_N1)[None, :], total)
+        column_1K = like(factor_K, self.input_N1)[None, :]
+        return ColumnScaling(self, factor_K, functools.cache(lambda dtype: cast(column_1K, dtype)), total)
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnScaling:
-    """w' = S⁻¹ w / t and g' = S g / (h t); objectives shrink by h t². ``factor_range`` holds all factors S t."""
+    """w' = S⁻¹ w / t and g' = S g / (h t); objectives shrink by h t².
+
+    Attributes:
+        layer: h and S.
+        factor_K: t, (K,) float64 numpy.
+        column_1K: t as a core array of a dtype, made once for each.
+        factor_range: holds all factors S t.
+    """
 
     layer: Scaling
-    column_1K: Array
+    factor_K: np.ndarray
+    column_1K: Callable[[str], Array]
     factor_range: tuple[float, float]
 
     def weights(self, w_NK: Array) -> Array:
@@ -69,18 +80,18 @@ class ColumnScaling:
         """g to g'."""
         dtype = dtype_name(g_NK)
         input_N1 = cast(self.layer.input_N1 / self.layer.hessian_scale, dtype)
-        return g_NK * input_N1 / cast(self.column_1K, dtype)
+        return g_NK * input_N1 / self.column_1K(dtype)
 
     def residual(self, rho_NK: Array, unit: float) -> Array:
         """A residual that is given in units of ``unit`` to the scaled problem's: no number on the way leaves the dtype's range."""
         dtype, change = dtype_name(rho_NK), unit / self.layer.hessian_scale
         if change == 1.0 and self.layer.input_range == (1.0, 1.0):
-            return rho_NK / cast(self.column_1K, dtype)
-        return rho_NK * cast(self.layer.input_N1 * change, dtype) / cast(self.column_1K, dtype)
+            return rho_NK / self.column_1K(dtype)
+        return rho_NK * cast(self.layer.input_N1 * change, dtype) / self.column_1K(dtype)
 
-    def objective(self, f_K: Array) -> Array:
-        """An objective (or a difference of two), (K,) float64, to the scaled problem's."""
-        return f_K / (self.layer.hessian_scale * self.column_1K[0] ** 2)
+    def objective(self, f_K: np.ndarray) -> np.ndarray:
+        """An objective (or a difference of two), (K,) float64 numpy, to the scaled problem's."""
+        return f_K / (self.layer.hessian_scale * self.factor_K**2)
 
     def _wide(self, w_NK: Array) -> str:
         """The dtype to scale weights in: their own, or float64 where a factor is not among its normal numbers."""
@@ -89,8 +100,8 @@ class ColumnScaling:
 
     def _factor(self, dtype: str) -> Array:
         if self.layer.input_range == (1.0, 1.0):
-            return cast(self.column_1K, dtype)
-        return cast(self.layer.input_N1, dtype) * cast(self.column_1K, dtype)
+            return self.column_1K(dtype)
+        return cast(self.layer.input_N1, dtype) * self.column_1K(dtype)
 
 
 def layer_scaling(kind: str, hessian: Hessian, dtype: str) -> Scaling:

@@ -58,8 +58,8 @@ class Figures:
     mass: np.ndarray
     rho_NK: Array
 
-    def take(self, local: np.ndarray, some: Any) -> Figures:
-        """The figures of some columns, given as numpy indices and as an index of ``rho_NK``'s library."""
+    def take(self, local: Any, some: Any) -> Figures:
+        """The figures of some columns, given as an index of numpy and of ``rho_NK``'s library; views where these are slices."""
         return Figures(**{name: getattr(self, name)[local] for name in _FIGURES}, rho_NK=self.rho_NK[:, some])
 
     def where(self, mine_K: np.ndarray, other: Figures) -> Figures:
@@ -74,7 +74,7 @@ class Figures:
         """One whose columns can be overwritten."""
         return Figures(**{name: getattr(self, name).copy() for name in _FIGURES}, rho_NK=self.rho_NK + 0)
 
-    def put_values(self, local: np.ndarray, known: Figures) -> None:
+    def put_values(self, local: Any, known: Figures) -> None:
         """Write what is better known of the objective of some columns to its place."""
         for name in ("objective", "value", "rounding"):
             getattr(self, name)[local] = getattr(known, name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.interop import Array, device_type, namespace
-from ..arrays.linalg import cholesky_in_place
+from ..arrays.linalg import cholesky_in_place, factor_exists
 
 _FROM = 2048  # inputs; below, starting the kernels takes longer than the kernels
 
@@ -30,7 +30,7 @@ class Begun:
         """Whether there is such a factor; waits for it."""
         torch = namespace(self.factor_NN)
         torch.cuda.current_stream(self.factor_NN.device).wait_stream(self.stream)
-        return bool((self.failed == 0) & torch.isfinite(torch.diagonal(self.factor_NN)).all())
+        return factor_exists(self.factor_NN, self.failed)
 
 
 def worth_beginning(a_NN: Array) -> bool:

@@ -47,7 +47,8 @@ def sharpen(problem: ColumnQP, cert: Certificate, masked: Figures, answer_NK: Ar
             break
         changed, whole = True, len(local) == answer_NK.shape[1]
         some, chosen = (slice(None), columns) if whole else (like(local, answer_NK), _of(columns, local, answer_NK))
-        parts = masked.take(local, some), answer_NK[:, some], answer.take(local, some)
+        here = slice(None) if whole else local
+        parts = masked.take(here, some), answer_NK[:, some], answer.take(here, some)
         value_K, rounding_K = look(problem, cert, *parts, chosen)
         masked.value[local], masked.objective[local], masked.rounding[local] = value_K, value_K, rounding_K
     return changed

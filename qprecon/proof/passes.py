@@ -202,22 +202,16 @@ def _largest_scaled(free_NK: Array, cert: Certificate) -> Array:
     """max over the free entries of |s_i| / √A_ii, (K,): the square root of an objective."""
     xp = namespace(cert.root_N)
     scale_N = xp.where(cert.root_N > 0, cert.root_N, xp.ones_like(cert.root_N))
-    if free_NK.shape[0] == 0:
-        return free_NK.sum(0)
     return column_norms(free_NK / scale_N[:, None], np.inf)
 
 
 def _largest_energy(back_NK: Array, cert: Certificate) -> Array:
     """max over all entries of |Δ_i| · √A_ii, (K,): the square root of an objective."""
-    if back_NK.shape[0] == 0:
-        return back_NK.sum(0)
     return column_norms(back_NK * cert.root_N[:, None], np.inf)
 
 
 def _violation(problem: ColumnQP, weights_NK: Array, mask_NK: Array, columns: Any) -> Array:
     """Largest distance from the feasible set, in units of the weights, (K,)."""
-    if weights_NK.shape[0] == 0:
-        return weights_NK.sum(0)
     if not problem.has_bounds:
         return column_norms(weights_NK * ~mask_NK, np.inf)
     new_NK = cast(weights_NK, "float64")

@@ -23,8 +23,9 @@ _FROM, _LARGE = 2048, 8192  # inputs from which products are faster, and from wh
 BLOCKS_FROM = 2**24
 """N·K from which the inverses are worth making: at 4096 x 4096 that took an H200 about as long as they saved, 2 ms
 (benchmarks/results/layer_phases_tried.json)."""
-_PANEL_ROWS = 64
 _PANELS = 8  # of L's columns in a product with its transpose
+_PANEL_ROWS = {"cpu": 64, "cuda": 1024}
+"""At least so many to a panel: on a GPU fewer take no longer than the launches for another panel."""
 WORST = 1e-4
 """‖residual‖ / ‖y‖ in the norm of A⁻¹ up to which blocks are used: it is added to every bound."""
 
@@ -86,7 +87,7 @@ def blocks(factor_NN: Array, root_N: Array, condition: float, gamma_n: float, ga
 def transposed_norms(factor_NN: Array, d_NK: Array) -> Array:
     """‖Lᵀd‖ of every column of d, (K,), with little more than the half of a full product's operations."""
     total_K = 0.0 * d_NK[:1].sum(0)
-    step = max(_PANEL_ROWS, -(-len(factor_NN) // _PANELS))
+    step = max(_PANEL_ROWS[device_type(d_NK)], -(-len(factor_NN) // _PANELS))
     for first in range(0, len(factor_NN), step):
         panel_BK = factor_NN[first:, first : first + step].T @ d_NK[first:]
         total_K = total_K + column_dots(panel_BK, panel_BK)

@@ -1,5 +1,7 @@
 """Columns that a rough product holds up: they go on alone, and the others do not wait for them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -84,8 +86,9 @@ def test_a_few_that_break_down_go_on_in_float64_and_many_with_the_diagonal(monke
     def breaking(multiply, apply, chunk, extras):
         given.append((chunk.start_NK.dtype, chunk.start_NK.shape[1], apply.scaled is None))
         raw = solve(multiply, apply, chunk, extras)
-        raw.reported_status[broken.pop(0) if broken else []] = "breakdown"
-        return raw
+        words = np.full(chunk.start_NK.shape[1], raw.reported_status, dtype=object)
+        words[broken.pop(0) if broken else []] = "breakdown"
+        return replace(raw, reported_status=words)
 
     monkeypatch.setattr(pcg, "_solve", breaking)
     for words, calls in (

@@ -55,6 +55,22 @@ def count(monkeypatch):
     return seen
 
 
+@pytest.mark.parametrize(
+    "call", [lambda h: h.solve(W, MASK), lambda h: h.audit(W, MASK, W * MASK), lambda h: h.round(W, MASK, W * MASK, "int8")]
+)
+def test_a_call_looks_once_whether_H_was_changed(call, monkeypatch):
+    """Each look waits for the device."""
+    looks, real = [], Hessian.check_unchanged
+    monkeypatch.setattr(Hessian, "check_unchanged", lambda hessian: (looks.append(hessian), real(hessian))[1])
+    h_NN = H.copy()
+    prepared = qprecon.prepare(h_NN, damping=0.01)
+    call(prepared)
+    assert looks == [prepared.hessian]
+    h_NN *= 2.0
+    with pytest.raises(ValueError, match="H was changed"):
+        call(prepared)
+
+
 @pytest.mark.parametrize("backend", ["auto", "cholesky", "pcg", "admm"])
 @pytest.mark.parametrize("family", ["well_conditioned", "rhs_of_dense_model"])
 def test_the_same_bits_as_solve(backend, family):

@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg  # noqa: F401  its BLAS is there before threads are counted
 import threadpoolctl
 
-from qprecon.arrays.linalg import cholesky, column_norms, exact_float32, fitting_threads
+from qprecon.arrays.linalg import cholesky, column_norms, exact_float32, fitting_threads, largest_entry
 
 
 def blas_threads():
@@ -63,6 +63,7 @@ def test_column_norms_of_both_libraries():
     a_NK[2, 1] = np.nan
     for x in (a_NK, torch.as_tensor(a_NK)):
         assert np.isnan(np.asarray(column_norms(x, np.inf))).tolist() == [False, True, False]
+        assert np.asarray(column_norms(x[:0], np.inf)).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -78,3 +79,15 @@ def test_a_factor_takes_the_place_of_its_matrix(device):
     found = cholesky(own, overwrite=True)
     assert torch.equal(found, expected) and found.data_ptr() == own.data_ptr()
     assert cholesky(-a_NN, overwrite=True) is None
+    a_NN[7, 7] = torch.inf  # a library takes its root
+    assert cholesky(a_NN) is None and cholesky(a_NN[:0, :0]).shape == (0, 0)
+
+
+def test_the_largest_entry_of_both_libraries():
+    torch = pytest.importorskip("torch")
+    a_MN = np.random.default_rng(0).standard_normal((7, 3))
+    a_MN[3, 1] = -9.0
+    for expected in (9.0, np.inf, np.nan):
+        a_MN[5, 2] = a_MN[5, 2] if expected == 9.0 else -expected
+        for x in (a_MN, torch.as_tensor(a_MN)):
+            np.testing.assert_equal(float(largest_entry(x)), expected)

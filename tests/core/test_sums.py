@@ -111,6 +111,17 @@ def test_no_product_of_sixteen_bits_is_longer(monkeypatch, count, lengths):
     torch.testing.assert_close(sum_NN.double(), x_TN.double().T @ x_TN.double(), rtol=1e-5, atol=1e-2)
 
 
+def test_no_product_of_float32_is_longer_than_said(monkeypatch):
+    monkeypatch.setattr(sums, "_LONGEST_ROUNDED", 100)
+    x_TN = torch.from_numpy(rows("mean", 250, 32)).float()
+    lengths, products = [], torch.Tensor.addmm_
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda self, a, b: (lengths.append(len(b)), products(self, a, b))[1])
+    sum_NN = torch.zeros(32, 32)
+    sums.add_gram(sum_NN, x_TN)
+    assert lengths == [100, 100, 50]
+    torch.testing.assert_close(sum_NN.double(), x_TN.double().T @ x_TN.double(), rtol=1e-5, atol=1e-2)
+
+
 @pytest.mark.parametrize("n", [576, pytest.param(4096, id="by other kernels")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])

@@ -69,5 +69,5 @@ class Goal:
 def worst_of(far_K: Array) -> tuple[float, int]:
     """The largest number and how many are above 0; no number counts as infinite. One look at the device."""
     known_K = to_numpy(far_K)
-    known_K = np.where(np.isnan(known_K), np.inf, known_K)
-    return float(known_K.max(initial=0.0)), int((known_K > 0).sum())
+    worst = float(known_K.max(initial=0.0))  # NaN if there is one
+    return np.inf if np.isnan(worst) else worst, int(np.count_nonzero(~(known_K <= 0)))

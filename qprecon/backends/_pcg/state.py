@@ -9,7 +9,7 @@ import numpy as np
 
 from ...arrays.chunks import filled
 from ...arrays.interop import Array, cast, like, namespace, to_numpy
-from ...arrays.linalg import take_columns
+from ...arrays.linalg import masked, take_columns
 from ...contract.interface import Chunk
 from .scalars import Goal, Scalars
 
@@ -26,6 +26,10 @@ class Out:
     def put(self, state: State, status: str) -> None:
         """Write the state's columns to their places."""
         self.x_NK[:, like(self.running, self.x_NK)] = state.x_NK
+        self.note(state, status)
+
+    def note(self, state: State, status: str) -> None:
+        """Write what is said of the state's columns to their places."""
         self.words[self.running], self.iterations[self.running] = state.report(status)
 
 
@@ -34,7 +38,9 @@ def leave_finished(out: Out | None, state: State, alignment: int) -> tuple[Out, 
     active_K = to_numpy(state.scalars.active_K)
     wanted = -(-int(active_K.sum()) // alignment) * alignment
     if out is None:
-        out = Out(state.x_NK, *state.report(""), np.arange(len(active_K)))
+        count = len(active_K)
+        out = Out(state.x_NK, filled(count, ""), np.zeros(count, dtype=np.int32), np.arange(count))
+        out.note(state, "")
     else:
         out.put(state, "")
     chosen = np.sort(np.argsort(~active_K, kind="stable")[:wanted])
@@ -56,8 +62,7 @@ class State:
     @staticmethod
     def begin(chunk: Chunk, ops: Any, every: int) -> State:
         """At a chunk's start; ``every``: iterations between looks."""
-        xp = namespace(chunk.residual_NK)
-        r_NK = xp.where(chunk.mask_NK, chunk.residual_NK, xp.zeros_like(chunk.residual_NK))
+        xp, r_NK = namespace(chunk.residual_NK), masked(chunk.residual_NK, chunk.mask_NK)
         if xp is not np:
             r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
         scalars, is_gain = Scalars.zeros(r_NK), chunk.linear_NK is not None
@@ -73,12 +78,17 @@ class State:
         x_NK, r_NK, p_NK = (take_columns(a_NK, index) for a_NK in (self.x_NK, self.r_NK, self.p_NK))
         return State(self.goal.take(index), self.ops.take(index, p_NK), x_NK, r_NK, p_NK, self.scalars.take(index))
 
-    def report(self, status: str) -> tuple[np.ndarray, np.ndarray]:
-        """A word for each column, ``status`` for those still active, and their iterations."""
-        facts = (self.scalars.active_K, self.broken(), self.scalars.iterations_K)
-        active_K, broken_K, iterations_K = to_numpy(namespace(self.x_NK).stack([cast(fact, "int32") for fact in facts]))  # one look
+    def report(self, status: str) -> tuple[str | np.ndarray, np.ndarray]:
+        """A word for each column, ``status`` for those still active, or one where all converged; and their iterations."""
+        own = self.scalars
+        facts = namespace(self.x_NK).stack([own.active_K, own.finished_K, own.rz_K != 0, own.iterations_K])
+        active_K, finished_K, left_K, iterations_K = to_numpy(facts)  # one look at the device
+        # these stopped because rᵀz or the curvature was not positive: rounding has the better of them
+        broken_K = (active_K == 0) & (finished_K == 0) & (left_K != 0)
+        if not active_K.any() and not broken_K.any():
+            return "converged", np.array(iterations_K)
         words = filled(len(active_K), "converged")
-        words[active_K != 0], words[broken_K != 0] = status, "breakdown"
+        words[active_K != 0], words[broken_K] = status, "breakdown"
         return words, np.array(iterations_K)
 
     def step(self) -> None:
@@ -88,7 +98,3 @@ class State:
     def look(self, iteration: int) -> tuple[float, int]:
         """See ``Goal.look``; kernels have done the usual ones."""
         return self.goal.look(self.scalars) if iteration % self.goal.every else self.ops.look(self.scalars, self.goal)
-
-    def broken(self) -> Array:
-        """Columns that stopped because rᵀz or the curvature was not positive: rounding has the better of them."""
-        return ~self.scalars.active_K & ~self.scalars.finished_K & (self.scalars.rz_K != 0)

@@ -122,20 +122,21 @@ def there_or_on_host(device: torch.device, work: Callable[[torch.device], Result
 
 _PASS = 2**25
 """Numbers in the hidden state of one forward pass on a GPU, in the 8B shape four windows. With fewer, more kernels are started."""
+_MOST = 32  # windows of one pass, however small: a pass of 32 windows of the smallest models takes longer than starting its kernels
 _MORE_OR_LESS = 1.6  # by this factor at most, so that all passes are of one size
 
 
 def windows_together(
     model: nn.Module, windows: Sequence[torch.Tensor], device: torch.device, most: int | None = None
 ) -> int:
-    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 16, or `most`.
+    """How many windows go through a block at once: one on a CPU; on a GPU as many as keep it busy, at most 32, or `most`.
 
     A number that divides that of all windows, if one is near: for a size of its own, the last pass would have libraries prepare
     themselves once more, which takes attention up to a second.
     """
     if device.type == "cpu":
         return 1
-    longest, limit = max(window.numel() for window in windows), most or 16
+    longest, limit = max(window.numel() for window in windows), most or _MOST
     width = model.get_input_embeddings().embedding_dim
     wanted = min(max(_PASS / (longest * width), 1.0), float(limit))
     near = [n for n in range(1, limit + 1) if len(windows) % n == 0 and 1 / _MORE_OR_LESS <= n / wanted <= _MORE_OR_LESS]

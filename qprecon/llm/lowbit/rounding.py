@@ -108,10 +108,10 @@ def _as_floats(
     norm.
     """
     fitted = Fitted(grid, best_NK[:0])
-    stored_NK = fitted.nearest(best_NK)
-    if not bool((best_NK.abs() <= grid.largest).all()):
-        return Stored(best_NK)  # it will not fit, and is refused with the layer's name
+    stored_NK, fits = fitted.nearest(best_NK), (best_NK.abs() <= grid.largest).all()
     square_K = _apart(prepared, stored_NK, best_NK)
+    if not bool(fits):  # looked at now, as the device was waited for just before
+        return Stored(best_NK)  # refused with the layer's name
     loss_K = square_K / np.maximum(solution.objective, np.finfo(np.float64).tiny)
     worst = np.argsort(-loss_K, kind="stable")[: math.ceil(most * len(loss_K))]
     worst = np.sort(worst[loss_K[worst] > _WORTH])

@@ -36,23 +36,17 @@ def check_outside(model: nn.Module, blocks: Sequence[Block]) -> None:
 
 
 def check_finite(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """ValueError, naming it, for the first of these tensors that is not finite."""
-    known = [(name, tensor) for name, tensor in named if tensor.dtype in FLOATS and not tensor.is_meta]
+    """ValueError, naming it, for the first of these tensors that is not finite; waits for the device once.
+
+    Looked at are the smallest and the largest number of each, which are NaN where one is: one pass, where to look at each number
+    takes several.
+    """
+    known = [(name, tensor) for name, tensor in named if tensor.dtype in FLOATS and not tensor.is_meta and tensor.numel()]
     if known:
-        finite = torch.stack([all_finite(tensor) for _, tensor in known]).tolist()
-        for (name, _), sound in zip(known, finite, strict=True):
+        ends = torch.stack([end for _, tensor in known for end in torch.aminmax(tensor.detach())])
+        for (name, _), sound in zip(known, ends.isfinite().view(-1, 2).all(1).tolist(), strict=True):
             if not sound:
                 raise ValueError(f"{name} holds weights that are not finite (NaN or infinite)")
-
-
-def all_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether all numbers are finite, a boolean tensor (); without waiting for a device.
-
-    On a CPU by the smallest and the largest number, which are NaN where one is: one pass, where to look at each takes several.
-    """
-    if tensor.device.type != "cpu" or not tensor.numel():
-        return torch.isfinite(tensor).all()
-    return torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
 
 
 def find_blocks(model: nn.Module) -> list[Block]:

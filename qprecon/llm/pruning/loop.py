@@ -32,6 +32,7 @@ from qprecon.llm.reporting.report import LayerRow
 from qprecon.llm.statistics.gradients import loss_gradients
 from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.statistics import Statistics
+from qprecon.llm.statistics.target import AUTO, HELD_OUT
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
 
@@ -119,7 +120,10 @@ def _statistics(
     refined = method.refine != "none"
     beside = bool(method.drift or method.residual or refined)
     share = ranks.share([sample.numel() for sample in samples])
-    inputs = source.capture(samples, store, streams=1 + beside + refined, most=WINDOWS if refined else None, share=share)
+    most = WINDOWS if refined else None
+    if method.drift == AUTO:  # what goes together is held out together
+        most = min(most or len(samples), max(1, len(samples) // HELD_OUT))
+    inputs = source.capture(samples, store, streams=1 + beside + refined, most=most, share=share)
     on_dense = method.propagate == "dense"
     powers = method.token_weights, method.output_weights
     return Statistics(inputs, method.order, method.drift, method.residual, refined, on_dense, *powers, ranks=ranks)

@@ -28,6 +28,7 @@ from qprecon.llm.statistics.target import asked_weights
 
 _NO_TOKEN = "no calibration token reached it: magnitude mask"
 _ALL_ZERO = "its inputs are all zero: magnitude mask"
+_AT_ONCE = 2**22  # weights of layers whose masks may be chosen together
 
 
 def grouped(layers: Sequence[LayerPlan], grams: BlockGrams) -> list[list[LayerPlan]]:
@@ -51,7 +52,7 @@ def prune_parts(
     clock, last = [time.perf_counter()], prepared is None
     views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
     prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping, samples=tokens)
-    idle = tokens == 0 or not bool(grams.hessian(views[0]).diagonal().any())  # every weight is as good as any other
+    idle = tokens == 0 or not prepared.hessian.diagonal_N.any()  # every weight is as good as any other
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, [part.taken for part in parts])
     if last:
         grams.forget_targets(views[0])
@@ -128,7 +129,12 @@ def choose_masks(
     scales: by what outputs are multiplied for the choice, (K,) by name of the layer; optimal weights do not depend on it.
     idle_as: what is noted where H is zero.
     """
-    chosen = []
+    asked_NK, chosen = _beside(weights), []
+    if _chosen_at_once(parts, asked_NK, scales, method):
+        names = ", ".join(part.view.name for part in parts)
+        data = LayerData(names, asked_NK, prepared.hessian.hessian_NN, tokens, prepared)
+        selection, remark = choose_mask(data, parts[0].layer.pattern, method, idle_as)
+        return asked_NK, selection, [remark] * len(parts)
     for part, weights_NK in zip(parts, weights, strict=True):
         known = not part.is_whole and is_known(method)
         scale_K = scales.get(part.view.name)
@@ -144,7 +150,19 @@ def choose_masks(
         chosen.append((selection, remark))
     own = [selection.weights_NK for selection, _ in chosen]
     mask_NK = _beside([selection.mask_NK for selection, _ in chosen])
-    return _beside(weights), Selection(mask_NK, None if own[0] is None else _beside(own)), [remark for _, remark in chosen]
+    return asked_NK, Selection(mask_NK, None if own[0] is None else _beside(own)), [remark for _, remark in chosen]
+
+
+def _chosen_at_once(
+    parts: Sequence[Part], asked_NK: torch.Tensor, scales: Mapping[str, torch.Tensor], method: Method
+) -> bool:
+    """Whether the masks of all parts are one choice: each output has its own, by one rule, and so small a choice is mostly
+    launches of kernels."""
+    first, selector = parts[0].layer.pattern, get_selector(method.mask)
+    alike = all(part.layer.pattern == first and part.view.name not in scales for part in parts)
+    if is_known(method) or not alike or asked_NK.numel() >= _AT_ONCE or selector.has_own_update or not selector.is_ours:
+        return False
+    return selector.by_output(first, **method.mask_options)
 
 
 def is_known(method: Method) -> bool:

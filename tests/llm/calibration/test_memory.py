@@ -20,16 +20,18 @@ class Embedded:
 @pytest.mark.parametrize(
     ("width", "count", "most", "together"),
     [
-        (576, 128, None, 16),  # 28 would keep the GPU busy
-        (640, 128, None, 16),  # 25.6
+        (192, 128, None, 32),  # 85 would keep the GPU busy
+        (576, 128, None, 32),  # 28
+        (640, 128, None, 32),  # 25.6
+        (896, 128, None, 16),  # 18.3
         (1152, 128, None, 16),  # 14.2
         (2304, 128, None, 8),  # 7.1
         (3072, 128, None, 4),  # 5.3
         (4096, 128, None, 4),
         (8192, 128, None, 2),
-        (640, 100, None, 10),
-        (640, 127, None, 16),  # nothing divides it
-        (640, 5, None, 16),  # fewer than go at once anyway
+        (640, 100, None, 25),
+        (640, 127, None, 25),  # nothing divides it
+        (640, 5, None, 25),  # fewer than go at once anyway
         (640, 128, 8, 8),
         (640, 6, 4, 3),
     ],

@@ -13,7 +13,7 @@ from qprecon.engine import shared
 from qprecon.llm import prune_model
 from qprecon.llm.model.blocks import find_blocks
 from qprecon.llm.model.linears import find_linears
-from qprecon.llm.pruning import loop
+from qprecon.llm.pruning import loop, update
 from qprecon.proof import factor
 from tests.llm.families import build, tokens
 
@@ -136,6 +136,25 @@ def test_layers_with_the_same_input_are_solved_together(monkeypatch):
         assert row.rounding_excess == pytest.approx(row.error_stored / row.error_updated - 1)
 
 
+@pytest.mark.own
+@pytest.mark.parametrize(("settings", "times"), [
+    ({}, 4), ({"mask": "magnitude", "pattern": "2:4"}, 4), ({"pattern": {"q_proj": "25%", "*": "50%"}}, 6),
+    ({"mask_options": {"group": "layer"}}, 7), ({"output_weights": 0.5}, 7), ({"mask": "sparsegpt"}, 7),
+])  # fmt: skip
+def test_masks_of_small_layers_with_the_same_input_are_chosen_together(settings, times, monkeypatch):
+    """Where each output has its own, by one rule; with the bits that each layer's own choice has."""
+    chosen, choose = [], update.choose_mask
+    record = lambda layer, *rest: (chosen.append(layer.name), choose(layer, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(update, "choose_mask", record)
+    settings = {"targets": "layers.0"} | settings
+    prune(together := build("llama"), **settings)
+    assert len(chosen) == times and sum(len(name.split(", ")) for name in chosen) == 7
+    monkeypatch.setattr(update, "_AT_ONCE", 0)
+    prune(alone := build("llama"), **settings)
+    assert len(chosen) == times + 7
+    assert all(torch.equal(mine, own) for mine, own in zip(together.parameters(), alone.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_every_layer_improves_and_is_certified(family):
     report = prune(build(family), tokens(16))
@@ -219,6 +238,18 @@ def test_conv1d_nm_runs_along_inputs():
     weight = model.transformer.h[1].attn.c_attn.weight
     assert weight.shape == (64, 192) and (report.layers[1].n_inputs, report.layers[1].n_outputs) == (64, 192)
     assert ((weight.T.reshape(192, 16, 4) == 0).sum(-1) == 2).all()
+
+
+@pytest.mark.own
+@pytest.mark.parametrize(("windows", "together"), [(2, 1), (32, 2), (40, 2)])
+def test_windows_are_held_out_of_auto_drift_where_all_would_go_together(windows, together, monkeypatch):
+    """As on a GPU, where a pass of a small model takes many; a sixteenth of all is held out."""
+    asked = []
+    at_once = lambda model, samples, device, most: (asked.append(most), most or 32)[1]  # noqa: E731
+    monkeypatch.setattr("qprecon.llm.storage.in_memory.windows_together", at_once)
+    prune(build("llama"), tokens(windows, 8), sparsity="50%", order=True, drift="auto")
+    prune(build("llama"), tokens(windows, 8), sparsity="50%")
+    assert asked == [together, None]
 
 
 @pytest.mark.own
