@@ -59,7 +59,7 @@ class Options:
 
     preconditioner: str = "auto"
     rank: int | None = None
-    power_steps: int = 1
+    power_steps: int = 2
     precision: str = "auto"
 
     def __post_init__(self) -> None:

@@ -104,7 +104,9 @@ def test_narrow_takes_the_kernel(monkeypatch):
 
     module, taken = pytest.importorskip("qprecon.backends._pcg.skinny"), []
     monkeypatch.setattr(module, "few_columns", lambda h_NN, p_NK: taken.append(p_NK.shape[1]))
+    monkeypatch.setattr(product, "_SKINNY_FROM", 1024)
     h_NN, p_NK = _real(1024, 64)
-    for k in (1, 2, 48, 64):
+    for k in (1, 2, 16, 17, 64):
         product.Narrow(h_NN)(p_NK[:, :k])
-    assert taken == [2, 48]
+    product.Narrow(h_NN[:512, :512].contiguous())(p_NK[:512, :2])
+    assert taken == [2, 16]

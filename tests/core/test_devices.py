@@ -106,6 +106,7 @@ def test_a_few_columns_are_one_launch_on_their_tensors_device(kernels, monkeypat
 
     monkeypatch.setattr(product, "device_type", lambda x: "cuda")
     monkeypatch.setattr(product, "TRITON", True)
+    monkeypatch.setattr(product, "_SKINNY_FROM", 1024)
     h_NN, p_NK = torch.eye(1024), torch.ones(1024, 6, dtype=torch.float64)
     found_NK = product.Narrow(h_NN)(p_NK)
     assert found_NK.shape == p_NK.shape and found_NK.dtype == torch.float64

@@ -12,19 +12,17 @@ with itself.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...arrays.halves import halved, unit_of
-from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, like, namespace, to_numpy
-from ...arrays.linalg import fitting_threads, identity, lower_inverses
+from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, namespace
+from ...arrays.linalg import cholesky, identity, lower_inverses, solve_lower
 from .factor import Factor, FactorInHalves
 
-_OVERSAMPLING = 8
-_HOST_CORE = 160  # rows of a matrix whose eigenvectors the host finds sooner than a GPU
+_DOUBLE = 2.0**-53
 _BLOCKS_FROM, _LEAF = 128, 32
 """Rows from which matrices on a GPU are inverted block by block, and of the blocks that are solved with. With 128 rows that took 20
 ms of a block of the 8B shape instead of 27 (docs/performance.md, from block_profile_passes.json); with 64 rows it gains nothing."""
@@ -73,42 +71,38 @@ class Preconditioner:
 
 
 def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
-    """Randomised Nyström factor of H − ridge·I (the undamped matrix); deterministic.
+    """Randomised Nyström factor of H − ridge·I (the undamped matrix); deterministic, and waits for no device.
 
-    Source: Frangella, Tropp, Udell, Randomized Nyström preconditioning (arXiv 2110.02820), with power steps on the sketch.
+    Source: Frangella, Tropp, Udell, Randomized Nyström preconditioning (arXiv 2110.02820), with power steps on the sketch. With any
+    basis B of it, FFᵀ = HB(BᵀHB)⁻¹BᵀH: a Cholesky factor of the core makes F, and no eigenvectors are wanted.
     """
-    xp, n = namespace(hessian_NN), hessian_NN.shape[0]
+    xp, n, dtype = namespace(hessian_NN), hessian_NN.shape[0], dtype_name(hessian_NN)
     undamped = lambda x_Nr: hessian_NN @ x_Nr - ridge * x_Nr  # noqa: E731
-    basis_Nr = gaussian(n, min(n, rank + _OVERSAMPLING), hessian_NN)
+    basis_Nr = gaussian(n, min(n, rank), hessian_NN)
     for _ in range(max(power_steps, 1)):
         basis_Nr = _orthonormal(undamped(basis_Nr) if power_steps else basis_Nr)
     image_Nr = undamped(basis_Nr)
     core_rr = cast(basis_Nr.T @ image_Nr, "float64")
-    mixing_rr, top = _mixing(0.5 * (core_rr + core_rr.T), rank, 32.0 * _epsilon(hessian_NN))
-    factor_Nr = image_Nr @ cast(mixing_rr, dtype_name(hessian_NN))
+    # Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: the shift damps them.
+    mixing_rr = _inverse_root(0.5 * (core_rr + core_rr.T), 32.0 * _epsilon(hessian_NN))
+    factor_Nr = cast(cast(image_Nr, "float64") @ mixing_rr, dtype)
     captured_N = (factor_Nr * factor_Nr).sum(1)
     rest_N = hessian_NN.diagonal() - ridge - captured_N
-    smallest = max(ridge, 1e-7 * top / max(n, 1), 1e-30)
-    diagonal_N = xp.maximum(rest_N, xp.zeros_like(rest_N)) + _LEAK * _epsilon(hessian_NN) * captured_N + smallest
+    # A diagonal that is all captured, without a ridge, must stay positive beside the largest direction.
+    least = 1e-7 / max(n, 1) * captured_N.sum() + max(ridge, 1e-30)
+    diagonal_N = xp.maximum(rest_N, xp.zeros_like(rest_N)) + _LEAK * _epsilon(hessian_NN) * captured_N + least
     return LowRank(factor_Nr, diagonal_N)
 
 
-def _mixing(core_rr: Array, rank: int, noise: float) -> tuple[Array, float]:
-    """Columns V with VVᵀ about the inverse of the core, for its ``rank`` largest eigenvalues, and the largest one.
-
-    Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: theirs are zero. A
-    small core is taken apart by the host, as on a GPU that is a hundred kernels, and by one thread: with
-    many a library takes longer for it and holds up what comes after, by 4 s of a whole run (whole_before_after.json).
-    """
-    where, to_host = core_rr, device_type(core_rr) == "cuda" and len(core_rr) <= _HOST_CORE
-    core_rr = to_numpy(core_rr) if to_host else core_rr
-    xp = namespace(core_rr)
-    with fitting_threads(len(core_rr), 1, "numpy") if to_host else nullcontext():
-        values_r, vectors_rr = xp.linalg.eigh(core_rr)
-    keep = slice(max(0, len(values_r) - rank), None)
-    top = max(float(values_r[-1]), 0.0)
-    scale_r = xp.where(values_r > noise * top, abs(values_r) + 1e-300, xp.full_like(values_r, np.inf)) ** -0.5
-    return like((vectors_rr * scale_r[None, :])[:, keep], where), top
+def _inverse_root(gram_rr: Array, share: float) -> Array:
+    """L⁻ᵀ with LLᵀ = G + share · trace(G) · I, float64; zeros where that has no Cholesky factor, so that nothing waits for it."""
+    xp, eye_rr = namespace(gram_rr), identity(len(gram_rr), gram_rr)
+    shifted_rr = gram_rr + share * gram_rr.diagonal().sum() * eye_rr
+    if xp is np:
+        lower_rr = cholesky(shifted_rr)
+        return np.zeros_like(eye_rr) if lower_rr is None else solve_lower(lower_rr, eye_rr).T
+    lower_rr, failed = xp.linalg.cholesky_ex(shifted_rr)
+    return xp.where(failed == 0, solve_lower(lower_rr, eye_rr), 0.0).T
 
 
 def jacobi(hessian_NN: Array) -> Preconditioner:
@@ -231,18 +225,10 @@ def _inverse_plus_identity(gram_Krr: Array) -> Array:
 
 
 def _orthonormal(x_Nr: Array) -> Array:
-    """An orthonormal basis of x's columns. On a GPU by Cholesky factors, twice: Householder's steps would keep it waiting."""
-    if device_type(x_Nr) != "cuda":
-        return namespace(x_Nr).linalg.qr(x_Nr)[0]
-    torch = namespace(x_Nr)
-    basis_Nr, failed = x_Nr.double(), []
-    for _ in range(2):
-        factor_rr, info = torch.linalg.cholesky_ex(basis_Nr.T @ basis_Nr)
-        failed.append(info)
-        basis_Nr = torch.linalg.solve_triangular(factor_rr.T, basis_Nr, upper=True, left=False)
-    if bool(torch.stack(failed).any()):  # fewer directions than columns
-        return torch.linalg.qr(x_Nr)[0]
-    return basis_Nr.to(x_Nr.dtype)
+    """An orthonormal basis of x's columns, nearly, in float64 by a Cholesky factor of their products. Columns that the others have
+    already come out shorter: any basis serves."""
+    wide_Nr = cast(x_Nr, "float64")
+    return cast(wide_Nr @ _inverse_root(wide_Nr.T @ wide_Nr, 4.0 * len(x_Nr) ** 0.5 * _DOUBLE), dtype_name(x_Nr))
 
 
 def gaussian(n: int, width: int, near: Array) -> Array:

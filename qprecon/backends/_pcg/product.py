@@ -19,9 +19,10 @@ from .factor import FactorInHalves
 
 _ONE_BY_ONE = 4
 """Columns up to which products are made one by one: H is read for each, and a library takes longer for a tile of columns."""
-_SKINNY, _SKINNY_FROM = range(2, 49), 2**20
-"""Columns for which the kernel of ``skinny`` reads H once, and numbers of H from which it is compiled. One column is the library's
-own product with a vector; from 49 on there are as many sums as in its tile of 64, and H is not what is waited for."""
+_SKINNY, _SKINNY_FROM = range(2, 17), 8192
+"""Columns for which the kernel of ``skinny`` reads H once, and inputs from which that is sooner than its launch. At 14336 inputs an
+H200 takes 0.25 ms for four columns where single products take 0.78, and 0.37 ms for 16 where a library takes 0.52; from 32 on the
+library is as fast, and one column is its own product with a vector (benchmarks/results/few_columns.json)."""
 _PANEL = 4096  # rows
 _LIFT, _ROOM = 2.0**7, 2.0**8
 """What Ê, whose entries are 1 at most, is multiplied by, as small numbers of float16 lose digits; room for N large ones in F̂ᵀSP."""
@@ -45,7 +46,7 @@ class Narrow:
 
     def __call__(self, p_NK: Array) -> Array:
         on_gpu = device_type(p_NK) == "cuda"
-        if on_gpu and TRITON and p_NK.shape[1] in _SKINNY and len(self.hessian_NN) ** 2 >= _SKINNY_FROM:
+        if on_gpu and TRITON and p_NK.shape[1] in _SKINNY and len(self.hessian_NN) >= _SKINNY_FROM:
             from .skinny import few_columns, fits
 
             if fits(self.hessian_NN):
