@@ -159,7 +159,7 @@ def _again(
     most = None if most is None else max(1, most - int(raw.iterations[chosen].max()))
     at = like(chosen, hessian_NN)
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
-    rest_NK = chunk.residual_NK[:, at] - Narrow(hessian_NN)(step_NK)
+    rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK
     gained_K = column_dots(step_NK, chunk.residual_NK[:, at] + rest_NK)
     fit = lambda x: cast(x, "float64") if wide else x  # noqa: E731
     part = Chunk(

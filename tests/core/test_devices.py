@@ -32,7 +32,7 @@ def test_free_memory_is_asked_of_the_arrays_device(monkeypatch):
     assert 0.6 * free[1] / 2e5 / 2 < widths[1] <= 0.6 * free[1] / 2e5
 
 
-_KERNELS = ("qprecon.backends._pcg.fused", "qprecon.backends._pcg.kernels", "qprecon.backends._pcg.skinny", "qprecon.proof.kernels")
+_KERNELS = ("qprecon.backends._pcg.fused", "qprecon.backends._pcg.kernels", "qprecon.proof.kernels")
 
 
 @pytest.fixture
@@ -98,24 +98,6 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
     assert [name for name, _, _ in launches[before:]] == 2 * names and narrow.q_NK.shape == (8, 2)
     for name, device, arguments in launches:
         assert {device} == {x.device for x in arguments if isinstance(x, torch.Tensor)}, name
-
-
-def test_a_few_columns_are_one_launch_on_their_tensors_device(kernels, monkeypatch):
-    _, launches = kernels
-    from qprecon.backends._pcg import product
-
-    monkeypatch.setattr(product, "device_type", lambda x: "cuda")
-    monkeypatch.setattr(product, "TRITON", True)
-    monkeypatch.setattr(product, "_SKINNY_FROM", 1024)
-    h_NN, p_NK = torch.eye(1024), torch.ones(1024, 6, dtype=torch.float64)
-    found_NK = product.Narrow(h_NN)(p_NK)
-    assert found_NK.shape == p_NK.shape and found_NK.dtype == torch.float64
-    assert [(name, device) for name, device, _ in launches] == [("_skinny", h_NN.device)]
-    others = (torch.eye(64), torch.eye(1026), h_NN.double(), h_NN.roll(1, 1).T)  # small, odd, wide, not in C order
-    for hessian_NN, k in ((h_NN, 1), (h_NN, 64), *((x_NN, 6) for x_NN in others)):
-        p_NK = torch.randn(len(hessian_NN), k, dtype=torch.float64)
-        wanted_NK = hessian_NN.double() @ p_NK
-        assert torch.allclose(product.Narrow(hessian_NN)(p_NK), wanted_NK, rtol=1e-6) and len(launches) == 1
 
 
 def test_an_audit_is_one_product_between_two_launches(kernels, monkeypatch):

@@ -14,15 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...arrays.halves import power_above, unit_of
-from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, namespace
+from ...arrays.interop import Array, cast, device_type, dtype_name, namespace
 from .factor import FactorInHalves
 
 _ONE_BY_ONE = 4
 """Columns up to which products are made one by one: H is read for each, and a library takes longer for a tile of columns."""
-_SKINNY, _SKINNY_FROM = range(2, 17), 8192
-"""Columns for which the kernel of ``skinny`` reads H once, and inputs from which that is sooner than its launch. At 14336 inputs an
-H200 takes 0.25 ms for four columns where single products take 0.78, and 0.37 ms for 16 where a library takes 0.52; from 32 on the
-library is as fast, and one column is its own product with a vector (benchmarks/results/few_columns.json)."""
 _PANEL = 4096  # rows
 _LIFT, _ROOM = 2.0**7, 2.0**8
 """What Ê, whose entries are 1 at most, is multiplied by, as small numbers of float16 lose digits; room for N large ones in F̂ᵀSP."""
@@ -40,19 +36,13 @@ class Full:
 
 @dataclass(frozen=True, eq=False)
 class Narrow:
-    """The product in the dtype of H with a few vectors, in that dtype or a wider one."""
+    """The product in the dtype of H with vectors in a wider one."""
 
     hessian_NN: Array
 
     def __call__(self, p_NK: Array) -> Array:
-        on_gpu = device_type(p_NK) == "cuda"
-        if on_gpu and TRITON and p_NK.shape[1] in _SKINNY and len(self.hessian_NN) >= _SKINNY_FROM:
-            from .skinny import few_columns, fits
-
-            if fits(self.hessian_NN):
-                return few_columns(self.hessian_NN, p_NK)
         narrow_NK = cast(p_NK, dtype_name(self.hessian_NN))
-        if on_gpu and narrow_NK.shape[1] <= _ONE_BY_ONE:
+        if narrow_NK.shape[1] <= _ONE_BY_ONE and device_type(p_NK) == "cuda":
             columns = [self.hessian_NN @ column_N for column_N in narrow_NK.T.contiguous()]
             return cast(namespace(p_NK).stack(columns, 1), dtype_name(p_NK))
         return cast(self.hessian_NN @ narrow_NK, dtype_name(p_NK))
