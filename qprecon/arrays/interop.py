@@ -235,7 +235,7 @@ def like(x: np.ndarray, near: Array) -> Array:
 def synchronize(x: Array) -> None:
     """Wait for what was begun on the device of ``x``, so that a clock read next to it means something.
 
-    Not for other streams: the copies of a next block, or a factor that is computed beside other work.
+    Not for other streams, such as the copies of a next block.
     """
     if device_type(x) == "cuda":
         sys.modules["torch"].cuda.current_stream(x.device).synchronize()

@@ -54,28 +54,18 @@ def cholesky(a_NN: Array, overwrite: bool = False) -> Array | None:
     `a` is needed no more, and torch puts the factor in its place: at 28,672 inputs a second matrix would be 6.6 GB.
     """
     if kind_of(a_NN) == "torch":
+        torch = namespace(a_NN)
+        # Transposed, `a` lies as LAPACK wants its output; being symmetric it has the same entries.
         in_place = overwrite and a_NN.is_contiguous() and not a_NN.requires_grad
-        factor, failed = cholesky_in_place(a_NN) if in_place else namespace(a_NN).linalg.cholesky_ex(a_NN)
-        return factor if factor_exists(factor, failed) else None
+        out = (a_NN.mT, torch.empty((), dtype=torch.int32, device=a_NN.device)) if in_place else None
+        factor, info = torch.linalg.cholesky_ex(a_NN if out is None else out[0], out=out)
+        unsound = (0.0 * torch.diagonal(factor)).sum()  # 0, or NaN where a number is not finite
+        return factor if bool(unsound == info) else None  # info is 0 for a factor that exists
     try:
         factor = _lapack().cholesky(a_NN, lower=True, check_finite=False)
     except np.linalg.LinAlgError:
         return None
     return factor if np.isfinite(factor.diagonal()).all() else None
-
-
-def cholesky_in_place(a_NN: Array) -> tuple[Array, Array]:
-    """L in the place of a symmetric, contiguous torch matrix, and whether it failed, on the device; nothing waits for it."""
-    torch = namespace(a_NN)
-    # Transposed, `a` lies as LAPACK wants its output; being symmetric it has the same entries.
-    out = a_NN.mT, torch.empty((), dtype=torch.int32, device=a_NN.device)
-    return torch.linalg.cholesky_ex(out[0], out=out)
-
-
-def factor_exists(factor_NN: Array, failed: Array) -> bool:
-    """Whether what torch's ``cholesky_ex`` gave is a factor; waits for the device."""
-    unsound = (0.0 * factor_NN.diagonal()).sum()  # 0, or NaN where a number is not finite
-    return bool(unsound == failed)  # 0 for a factor that exists
 
 
 def solve_lower(factor_NN: Array, b_NK: Array) -> Array:

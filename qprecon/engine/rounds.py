@@ -140,7 +140,6 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
             break
         raw, answer_NK = _run(task, limits, chunk, local, tolerance)
         clock = out.lap(clock, "solve_seconds", problem.weights_NK)
-        task.cert.settle()
         out.add_extras(raw.extras)
         before_K = chunk.results.relative_gap[local]
         chunk.accept(local, raw, answer_NK)
@@ -151,7 +150,6 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
             break
         local = local[failing_K]
         tolerance *= _tightening(after_K[failing_K], limits.tol)
-    task.cert.settle()
     chunk.certify_starts(limits.tol)
     check_squared_error(task.cert, start, chunk.figures, columns)
     out.results.put(columns, chunk.finish(limits.tol))

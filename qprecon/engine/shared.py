@@ -54,22 +54,10 @@ class Shared:
     def certificate(self) -> Certificate:
         """See ``qprecon.proof.factor``: one float64 factorisation; without damping a few, until one holds."""
         with self._lock:
-            found = self.certificate_begun
-            if found.begun is not None and not found.begun.exists:
-                self._certificate = found = self._certified(beside=False)
-            return found
-
-    @property
-    def certificate_begun(self) -> Certificate:
-        """The same, though its factor may not be there before it is settled."""
-        with self._lock:
             if self._certificate is None:
-                self._certificate = self._certified(beside=True)
+                with exact_float32(), self.fitting_threads(self.hessian.n_inputs):
+                    self._certificate = certificate(self.hessian)
             return self._certificate
-
-    def _certified(self, beside: bool) -> Certificate:
-        with exact_float32(), self.fitting_threads(self.hessian.n_inputs):
-            return certificate(self.hessian, beside=beside)
 
     def setup(self, loaded: Loaded, dtype: str) -> BackendSetup:
         """A backend's set-up, made once for its options and the dtype.

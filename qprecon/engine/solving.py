@@ -18,7 +18,6 @@ from ..contract.options import as_number
 from ..errors import UnsupportedError
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
-from ..proof.factor import Certificate, NoFactor
 from ..solution import Provenance, Solution, Timing
 from ..wording import counted
 from . import choice
@@ -67,26 +66,20 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
     _check_capabilities(loaded.record, problem, dtype)
     warm_NK = _check_warm_start(request.warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
-    deadline = None if request.time_limit is None else started + request.time_limit
-    limits = Limits(request.tol, request.max_iterations, deadline)
-    last = _last_resort(problem) if automatically and name != _LAST_RESORT else None
-
-    def attempt(cert: Certificate) -> Solution:
-        task = Task(problem, cert, shared.setup(loaded, dtype))
+    with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
+        task = Task(problem, shared.certificate, shared.setup(loaded, dtype))
+        deadline = None if request.time_limit is None else started + request.time_limit
+        limits = Limits(request.tol, request.max_iterations, deadline)
         synchronize(problem.weights_NK)
-        setup_seconds, at_first = time.monotonic() - started, _patience(task, limits, last)
-        outcome, found = solve_in_chunks(task, at_first, warm_NK, request.batch_size), dict(chosen)
+        setup_seconds = time.monotonic() - started
+        last = _last_resort(problem) if automatically and name != _LAST_RESORT else None
+        at_first = _patience(task, limits, last)
+        outcome = solve_in_chunks(task, at_first, warm_NK, request.batch_size)
         if last is not None:
-            found |= _finish(last, shared, task, limits, outcome)
+            chosen |= _finish(last, shared, task, limits, outcome)
         if at_first is not limits and len(left := outcome.results.unfinished(limits.tol, own_limits=True)) and not limits.expired:
             solve_again(task, limits, outcome, left, None)  # ADMM goes on badly from weights without their multipliers
-        return _assemble(task, outcome, request, found, setup_seconds)
-
-    with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
-        try:
-            return attempt(shared.certificate_begun)
-        except NoFactor:  # H is not what it should be: from the beginning, with what can be proved of it
-            return attempt(shared.certificate)
+    return _assemble(task, outcome, request, chosen, setup_seconds)
 
 
 def _last_resort(problem: ColumnQP) -> Backend | None:

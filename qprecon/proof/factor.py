@@ -23,7 +23,6 @@ from ..arrays.interop import Array, dtype_name, kind_of, like, namespace
 from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
 from ..problem.hessian import ENTRY, Hessian
 from ..wording import more_damping
-from .beside import Begun, begin_cholesky, worth_beginning
 from .triangular import Blocks, blocks, size_for
 
 UNIT = 2.0**-53  # unit roundoff of float64
@@ -33,10 +32,6 @@ _STEPS = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 0.0)  # trial shifts in units of the di
 def gamma(n: int) -> float:
     """Bound on the relative error of a sum of n products in float64, with a few roundings to spare."""
     return 1.05 * (n + 12) * UNIT
-
-
-class NoFactor(Exception):
-    """A factor that was begun does not exist: the certificate is to be made without haste."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +47,6 @@ class Certificate:
         shift_N: T's diagonal, (N,) float64, or None without a factor.
         unit: a power of two near the mean of the diagonal.
         dead_N: inputs whose row of A is zero, (N,) bool, or None. The factor has other numbers there: no feasible residual does.
-        begun: the factorisation, if the factor may not be there yet: then ``settle`` comes before its first use.
     """
 
     root_N: Array
@@ -63,16 +57,6 @@ class Certificate:
     unit: float
     dead_N: Array | None = None
     shift_N: Array | None = None
-    begun: Begun | None = None
-
-    def settle(self) -> None:
-        """Wait for the factor.
-
-        Raises:
-            NoFactor: there is none, and nothing here that depends on it holds.
-        """
-        if self.begun is not None and not self.begun.exists:
-            raise NoFactor
 
     @functools.cached_property  # made for the first problem with enough columns
     def blocks(self) -> Blocks | None:
@@ -82,10 +66,8 @@ class Certificate:
         return blocks(self.factor_NN, self.root_N, self.condition, gamma(n), gamma(size), size) if size else None
 
 
-def certificate(hessian: Hessian, *, beside: bool = False) -> Certificate:
+def certificate(hessian: Hessian) -> Certificate:
     """Factorise A once for a layer.
-
-    beside: on a GPU the factor that nearly always exists may only be begun (`proof.beside`).
 
     Raises:
         ValueError: A has a negative eigenvalue that summing in float32 does not explain.
@@ -105,12 +87,6 @@ def certificate(hessian: Hessian, *, beside: bool = False) -> Certificate:
     if trace == 0.0:
         return Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
     fill_N = trace / n * dead_N
-    usual = _usual_shift(diagonal_N + fill_N, hessian.ridge)
-    if beside and usual is not None and worth_beginning(h_NN):
-        by_N, condition = usual
-        begun = begin_cholesky(add_to_diagonal(h_NN, near(fill_N + hessian.ridge - by_N), "float64"))
-        found = {"factor_NN": begun.factor_NN, "condition": condition, "shift_N": near(by_N)}
-        return Certificate(semidefinite=True, begun=begun, **found, **facts)
     shifted = lambda by_N: cholesky(add_to_diagonal(h_NN, near(fill_N + hessian.ridge - by_N), "float64"), True)  # noqa: E731
     factor_NN, condition, shift_N = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
@@ -126,11 +102,14 @@ def factor_below(
     """L with LLᵀ ⪯ A, from ``shifted(T)``, a Cholesky factor of A − T or None, its condition and T; (None, inf, None) if none was
     found."""
     n = diagonal_N.shape[0]
-    least, usual = 4.0 * n * gamma(n), _usual_shift(diagonal_N, ridge)
-    if usual is not None:
-        factor_NN = shifted(usual[0])
-        if factor_NN is not None:
-            return factor_NN, usual[1], usual[0]
+    least, error = 4.0 * n * gamma(n), gamma(n)
+    if ridge > 0.0:
+        ratio = 16.0 * float(diagonal_N.sum()) / ridge
+        if ratio * error <= 0.25:
+            shift_N = 0.0 * diagonal_N + ridge / 16.0
+            factor_NN = shifted(shift_N)
+            if factor_NN is not None:
+                return factor_NN, 1.34 * ratio, shift_N
     for step in sorted({max(step, least) for step in _STEPS}, reverse=True):
         factor_NN = shifted(step * diagonal_N)
         if factor_NN is None:
@@ -141,12 +120,6 @@ def factor_below(
         if factor_NN is not None:
             return factor_NN, 1.34 * n / lower, lower * diagonal_N
     return None, np.inf, None
-
-
-def _usual_shift(diagonal_N: np.ndarray, ridge: float) -> tuple[np.ndarray, float] | None:
-    """T = ridge/16 and the condition that it gives; None where that proves nothing."""
-    ratio = 16.0 * float(diagonal_N.sum()) / ridge if ridge > 0.0 else np.inf
-    return (0.0 * diagonal_N + ridge / 16.0, 1.34 * ratio) if ratio * gamma(len(diagonal_N)) <= 0.25 else None
 
 
 def own_factor(block_II: np.ndarray) -> tuple[np.ndarray | None, float]:
