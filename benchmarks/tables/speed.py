@@ -36,6 +36,13 @@ PREDICTED_HALVES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 """And for those after them."""
 
 
+PREDICTED_HOST: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("sketches", ("sketch",), "a Cholesky factor in place of eigenvectors, two power steps in place of one", "5"),
+    ("iterations", ("iterations",), "nothing but the sketch", "175"),
+)
+"""And for what the host was spared."""
+
+
 def block() -> str:
     """GPU milliseconds of one block of the 8B shape by part, before and after in one run."""
     return _block("block_profile_before_after", PREDICTED)
@@ -49,6 +56,11 @@ def block_passes() -> str:
 def block_halves() -> str:
     """And for those after them."""
     return _block("block_profile_halves", PREDICTED_HALVES)
+
+
+def block_host() -> str:
+    """And for what the host was spared."""
+    return _block("block_profile_host", PREDICTED_HOST)
 
 
 def _block(name: str, rows: tuple[tuple[str, tuple[str, ...], str, str], ...]) -> str:
@@ -136,7 +148,16 @@ def layers() -> str:
 
 def layer_halves() -> str:
     """Single layers before and after products in halves, on two machines of one kind."""
-    found = load("layer_halves")
+    return _layers("layer_halves")
+
+
+def layer_host() -> str:
+    """And before and after the host was spared."""
+    return _layers("layer_host")
+
+
+def _layers(name: str) -> str:
+    found = load(name)
     body = [
         [
             before["problem"], f"{1e3 * before['busy_seconds']:.1f}", f"{1e3 * after['busy_seconds']:.1f}",
@@ -145,8 +166,25 @@ def layer_halves() -> str:
         for before, after in zip(found["before"]["layers"], found["after"]["layers"], strict=True)
     ]  # fmt: skip
     about = found["after"]["about"]
-    note = f"Milliseconds. {about['gpu']}, torch {about['torch']}, {found['before']['about']['date']} and {about['date']}."
+    days = " and ".join(dict.fromkeys((found["before"]["about"]["date"], about["date"])))
+    note = f"Milliseconds. {about['gpu']}, torch {about['torch']}, {days}."
     return table(["layer", "GPU busy before", "after", "whole call before", "after"], body) + f"\n\n{note}"
+
+
+def at_once() -> str:
+    """Layers with work on two streams at once, which is not kept: whole calls, medians of eleven, before and after in one run."""
+    found = load("layer_at_once")
+    body = []
+    for what in ("the factor on a stream of its own", "two chunks at once"):
+        for before, after in zip(found[what]["before"], found[what]["after"], strict=True):
+            if int(before["problem"].split("x")[0]) >= 4096:
+                each = [f"{1e3 * row['seconds']:.1f}" for row in (before, after)]
+                parts = [" + ".join(f"{1e3 * row['parts'][part]:.0f}" for part in row["parts"]) for row in (before, after)]
+                body.append([what, before["problem"], each[0], each[1], parts[0], parts[1]])
+    about = found["about"]
+    note = f"Milliseconds, medians of eleven calls. {about['gpu']}, torch {about['torch']}, {about['date']}."
+    head = ["what", "layer", "before", "after", "set-up + solve + audit before", "after"]
+    return table(head, body) + f"\n\n{note}"
 
 
 def launches() -> str:
@@ -186,6 +224,9 @@ WHOLE: tuple[tuple[str, str, str | None, str], ...] = (
     ("all beside the disk", "thread", None, "4 s less"),
     ("32 blocks, `fast`: two float16 numbers in place of three bfloat16. Solves", "halves", "solve", "1.2 s less"),
     ("all beside the disk, on another host", "halves", None, ""),
+    ("32 blocks, `fast`: less for the host to do, sketches that wait for nothing. Solves", "host", "solve", "1.2 s less, with the audits"),
+    ("its audits", "host", "audit", ""),
+    ("all beside the disk", "host", None, "1.2 s less"),
 )  # fmt: skip
 """A row: what changed, the runs of ``whole_before_after.json``, the part of their seconds (None: all beside the disk), and what was
 predicted."""
