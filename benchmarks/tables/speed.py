@@ -224,7 +224,7 @@ WHOLE: tuple[tuple[str, str, str | None, str], ...] = (
     ("all beside the disk", "thread", None, "4 s less"),
     ("32 blocks, `fast`: two float16 numbers in place of three bfloat16. Solves", "halves", "solve", "1.2 s less"),
     ("all beside the disk, on another host", "halves", None, ""),
-    ("32 blocks, `fast`: less for the host to do, sketches that wait for nothing. Solves", "host", "solve", "1.2 s less, with the audits"),
+    ("32 blocks, `fast`: less for the host to do. Solves", "host", "solve", "1.2 s less, with the audits"),
     ("its audits", "host", "audit", ""),
     ("all beside the disk", "host", None, "1.2 s less"),
 )  # fmt: skip
