@@ -5,6 +5,7 @@ A folder's blocks are read one by one, those that an unfinished run has finished
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,6 +183,12 @@ def _checksum(module: str) -> str | None:
     return f"sha256 {found}" if found else None
 
 
+def _when(time_ns: int) -> str:
+    """A time to the nanosecond, as people read it."""
+    seconds, rest = divmod(time_ns, 10**9)
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc):%Y-%m-%d %H:%M:%S}.{rest:09} UTC"
+
+
 def fingerprint(
     model: nn.Module, shards: Shards, samples: list[torch.Tensor], settings: Mapping[str, Any], method: Method,
     device: torch.device,
@@ -194,7 +201,7 @@ def fingerprint(
         "model files": shards.identity if of_all else shards.headers,
         "model configuration": digest({**model.config.to_dict(), "_name_or_path": None}),  # the same files, however named
         # Of all blocks only samples are compared, and the checksums of finished ones. Other times may hide other weights.
-        "times of model files": shards.modified if of_all else {},
+        "times of model files": {file: _when(time_ns) for file, time_ns in shards.modified.items()} if of_all else {},
         "calibration": digest_of_windows(samples),
         **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
         "device": device.type,  # which one of a kind makes no difference
