@@ -488,7 +488,7 @@ def test_a_copy_is_not_known_to_be_the_same_where_nothing_tells(of_all, tmp_path
         with pytest.raises(Stop):
             prune(folder, tmp_path / "out", resume=False, **of_all)
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    with pytest.raises(ValueError, match=r"model files: model.safetensors was '1970-01-01 00:00:00.0{9} UTC', is '1970.*0{8}1 UTC'"):
+    with pytest.raises(ValueError, match=r"model files: model.safetensors was '1970-01-01 00:00:00.0{9} UTC', is '.*0{8}1 UTC'"):
         prune(folder, tmp_path / "out", **of_all)
 
 
