@@ -22,10 +22,10 @@ import numpy as np
 from ..arrays.interop import Array, dtype_name, kind_of, like, namespace
 from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
 from ..problem.hessian import ENTRY, Hessian
-from ..wording import more_damping
 from .triangular import Blocks, blocks, size_for
 
 UNIT = 2.0**-53  # unit roundoff of float64
+_DAMPINGS = (0.01, 0.1, 1.0)  # that are advised
 _STEPS = (1e-3, 1e-5, 1e-7, 1e-9, 1e-11, 0.0)  # trial shifts in units of the diagonal; 0 stands for the least that proves anything
 
 
@@ -77,7 +77,7 @@ def certificate(hessian: Hessian) -> Certificate:
     dead_N = diagonal_N == 0
     any_dead = bool(dead_N.any())
     if any_dead and bool((h_NN[near(dead_N)] != 0).any()):
-        raise _indefinite("an input has a zero on the diagonal and other entries beside it", hessian.damping)
+        raise _indefinite("an input has a zero on the diagonal and other entries beside it", None)
     facts: dict[str, Any] = {
         "root_N": near(diagonal_N**0.5),
         "entry": known_to(h_NN),
@@ -91,7 +91,10 @@ def certificate(hessian: Hessian) -> Certificate:
     factor_NN, condition, shift_N = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
-        raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain", hessian.damping)
+        mean = float(hessian.diagonal_N.mean())
+        holds = lambda damping: shifted(0.0 * diagonal_N + (hessian.damping - 0.9 * damping) * mean) is not None  # noqa: E731
+        enough = next((damping for damping in _DAMPINGS if damping > hessian.damping and holds(damping)), None)
+        raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain", enough)
     shift_N = None if shift_N is None else near(shift_N)
     return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, shift_N=shift_N, **facts)
 
@@ -141,6 +144,7 @@ def known_to(hessian_NN: Array) -> float:
     return ENTRY * (UNIT if bool((bits_NN & (2**28 - 1)).any()) else 2.0**-24)
 
 
-def _indefinite(why: str, damping: float) -> ValueError:
-    ways = f"accumulate XᵀX in float32 or better, or add {more_damping(damping)}"
+def _indefinite(why: str, enough: float | None) -> ValueError:
+    """enough: a damping that makes A positive definite; None where no usual one does."""
+    ways = "accumulate XᵀX in float32 or better" + (f", or take a damping of {enough:g}, which outweighs it" if enough else "")
     return ValueError(f"H is clearly indefinite: {why}. It is no Gram matrix: {ways}")

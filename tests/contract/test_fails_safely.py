@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import types
@@ -43,7 +44,7 @@ def test_indefinite_hessian(backend: str, damping: float) -> None:
     given = problem().arguments()
     values_N, vectors_NN = np.linalg.eigh(given["H"])
     given["H"] = given["H"] - (values_N[0] + 0.5) * np.outer(vectors_NN[:, 0], vectors_NN[:, 0])
-    with pytest.raises(ValueError, match="^H is clearly indefinite"):
+    with pytest.raises(ValueError, match="^H is clearly indefinite.*or take a damping of 1, which outweighs it"):
         qprecon.solve(**given | {"damping": damping}, backend=backend)
     heavily = given | {"damping": 0.6}
     if backend in GOOD:
@@ -292,3 +293,19 @@ def test_a_backend_that_fails_to_set_up(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(qprecon.BackendBrokenError, match="'liar' failed to set up") as caught:
         qprecon.solve(**problem().arguments(), backend="liar")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(("least", "advised"), [(-0.005, 0.01), (-0.05, 0.1), (-0.095, 1.0), (-1.5, None)])
+def test_the_damping_that_an_indefinite_hessian_is_told_to_take_is_enough(least: float, advised: float | None) -> None:
+    """Or none is named."""
+    given = problem().arguments() | {"damping": 0.0}
+    values_N, vectors_NN = np.linalg.eigh(given["H"])
+    mean = np.trace(given["H"]) / len(values_N)
+    values_N[0] = least * mean
+    given["H"] = (vectors_NN * values_N) @ vectors_NN.T
+    with pytest.raises(ValueError, match="^H is clearly indefinite") as refused:
+        qprecon.solve(**given, backend="pcg")
+    said = re.search(r"take a damping of (\S+), which outweighs it$", str(refused.value))
+    assert (said and float(said[1])) == advised
+    if advised is not None:
+        assert qprecon.solve(**given | {"damping": advised}, backend="pcg").optimal.all()
