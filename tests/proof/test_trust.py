@@ -96,13 +96,13 @@ def indefinite_behind(large: float) -> np.ndarray:
 @pytest.mark.parametrize("large", [1.0, 1e4, 1e8, 1e14, 1e25])
 @pytest.mark.parametrize("kind", ["float64", "float32", "torch"])
 def test_indefinite_behind_a_large_channel(backend: str, large: float, kind: str) -> None:
-    """However large the channel, H is refused, and the text says what to do."""
+    """However large the channel, H is refused, and the text says what to do; without one no usual damping would be enough."""
     h_NN = indefinite_behind(large)
     given: Any = torch.from_numpy(h_NN) if kind == "torch" else h_NN.astype(kind)
     one_NK, mask_NK = np.ones((4, 1)), np.array([[1], [1], [1], [0]])
-    with pytest.raises(ValueError, match=r"^H is clearly indefinite.*damping") as refused:
+    advice = "in float32 or better$" if large == 1.0 else "or take a damping of 0.01, which outweighs it$"
+    with pytest.raises(ValueError, match=f"^H is clearly indefinite.*{advice}"):
         qprecon.solve(given, one_NK, mask_NK, backend)
-    assert "0.01" in str(refused.value)
 
 
 @pytest.mark.parametrize("n", [8, 12, 16, 20])
