@@ -145,8 +145,8 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
         chunk.accept(local, raw, answer_NK)
         clock = out.lap(clock, "audit_seconds")
         after_K = chunk.results.relative_gap[local]
-        failing_K = after_K > limits.tol
-        if not _worth_another(task, before_K, after_K, failing_K, raw, round_):
+        failing_K = (after_K > limits.tol) & ~_stopped(raw, len(local))
+        if not _worth_another(task, before_K, after_K, failing_K, round_):
             break
         local = local[failing_K]
         tolerance *= _tightening(after_K[failing_K], limits.tol)
@@ -194,18 +194,18 @@ def _run(
     return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
 
 
-def _words(raw: RawColumns) -> set[str]:
-    return {raw.reported_status} if isinstance(raw.reported_status, str) else set(raw.reported_status.tolist())
+def _stopped(raw: RawColumns, count: int) -> np.ndarray:
+    """Columns that a limit stopped, (K,) bool."""
+    words = [raw.reported_status] if isinstance(raw.reported_status, str) else raw.reported_status.tolist()
+    if LIMITS.keys().isdisjoint(words):
+        return np.zeros(count, dtype=bool)
+    return np.broadcast_to([word in LIMITS for word in words], (count,))
 
 
-def _worth_another(
-    task: Task, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, raw: RawColumns, round_: int
-) -> bool:
-    """Another round helps only a backend that continues, was not stopped by a limit, and still makes progress."""
+def _worth_another(task: Task, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, round_: int) -> bool:
+    """Another round helps only columns that no limit stopped, of a backend that continues and still makes progress."""
     if not failing_K.any():
         return False
     if not task.backend.loaded.capabilities.warm_start:
-        return False
-    if _words(raw) <= LIMITS.keys():
         return False
     return round_ == 0 or bool((after_K[failing_K] < 0.8 * before_K[failing_K]).any())

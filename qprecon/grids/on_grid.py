@@ -27,6 +27,7 @@ from ..arrays.interop import Array, cast, dtype_name, from_core, kind_of, like, 
 from ..arrays.linalg import column_dots, exact_float32, masked, upper_inverse_factor
 from ..contract.options import is_whole
 from ..engine.choice import choose_dtype
+from ..engine.in_progress import numbers_may_fail
 from ..engine.shared import Shared
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
@@ -97,7 +98,7 @@ def rounded(shared: Shared, problem: ColumnQP, start: Array | Solution, grid: Gr
         raise ValueError("lower, upper: weights on a grid know no bounds")
     dtype = choose_dtype(problem, 1e-4, None)[0]
     start_NK = _start(start, problem)
-    with exact_float32(), shared.fitting_threads(problem.n_columns):
+    with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
         work = _Work.of(problem, cast(start_NK, dtype), grid)
         plain = work.candidate(fit_scales(grid, work.start_NK))
         best = plain if effort.method == "nearest" else _best(work, plain, shared, effort)
@@ -127,7 +128,7 @@ def _best(work: _Work, plain: _Candidate, shared: Shared, effort: Effort) -> _Ca
     if effort.method.startswith("gptq"):
         factor_NN = shared.inverse_factor(work.problem.damping, dtype_name(work.a_NN))
         from_NK, order_N = work.start_NK if effort.method == "gptq-start" else work.unmasked(factor_NN), None
-        if effort.method == "gptq-order":
+        if effort.method == "gptq-order" and work.problem.hessian.diagonal_N.any():  # where H is 0 all orders are the same
             order_N, factor_NN = _ordered_factor(work.a_NN)
         return work.candidate(plain.fitted, feedback(factor_NN, plain.fitted, from_NK, work.mask_NK, order_N))
     order_N, factor_NN = _ordered_factor(work.a_NN) if effort.method == "sweep" else (None, None)

@@ -75,15 +75,23 @@ def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
     xp, (n, k), groups = namespace(w_NK), w_NK.shape, grid.groups(len(w_NK))
     w_GBK, weight_GB1 = w_NK.reshape(groups, n // groups, k), weight_N.reshape(groups, n // groups, 1)
     least_GK, most_GK = group_range(grid, w_NK)
+    # Only shares of one group are compared: all are brought to one size, so that squares stay within the dtype's range.
+    unit_G1K, weight_GB1 = _power_near(xp.maximum(most_GK, -least_GK))[:, None], weight_GB1 / _power_near(weight_GB1.max())
     best_GK = most_GK + float("inf")
     for step in range(_SHRINKS):
         share = 1.0 - step * (1.0 - _LEAST_SHRINK) / (_SHRINKS - 1)
         tried = scales_of_range(grid, share * least_GK, share * most_GK, fitted.whole)  # nvfp4's one scale is that of all
-        error_GK = (weight_GB1 * (w_GBK - tried.by_group().nearest(w_GBK)) ** 2).sum(1)
+        error_GK = (weight_GB1 * ((w_GBK - tried.by_group().nearest(w_GBK)) / unit_G1K) ** 2).sum(1)
         better_GK = error_GK < best_GK
         best_GK = xp.where(better_GK, error_GK, best_GK)
         fitted = tried.mapped(partial(xp.where, better_GK), fitted)
     return fitted
+
+
+def _power_near(x: Array) -> Array:
+    """The power of two nearest to each number, 1 for 0: dividing by it changes no digit."""
+    xp, power = namespace(x), _nearest_power(x)
+    return xp.where(power > 0, power, xp.ones_like(power))
 
 
 def _nearest_power(x: Array) -> Array:

@@ -31,7 +31,6 @@ FLOOR = 1e-6
 """Gaps are relative to f*, but never to less than this share of the start's objective: where the pruned model loses nothing
 (f* = 0, as with a Gram matrix of few tokens) no relative accuracy exists."""
 
-_NEGLIGIBLE = 1e-9
 _PIECE = 2**24  # entries audited at a time; the float64 temporaries take some 80 bytes for each
 _PER_COLUMN_FLOPS = 2e11  # at most this much is spent on factors of single columns, where no shared one exists
 _FIGURES = ("objective", "gap_bound", "stationarity", "violation", "value", "rounding", "mass")
@@ -151,11 +150,11 @@ def _on_host(seen: Seen, norm: _Norm | None) -> dict[str, np.ndarray]:
 def _at_most_f(cert: Certificate, gap_K: np.ndarray, value_K: np.ndarray, rounding_K: np.ndarray, mass_K: np.ndarray) -> np.ndarray:
     """With the default rhs f is a squared norm for a Gram matrix, so that f* ≥ 0 and the gap is at most f.
 
-    f's rounding is added where it is more than a billionth of f. With a factor f* ≥ 0 is proved. Without one it is a fact of H
+    f's rounding is added. With a factor f* ≥ 0 is proved. Without one it is a fact of H
     only up to H's own rounding, which is added too; an f below zero beyond float64's says that H is no Gram matrix, and then
     nothing is certified.
     """
-    most_K = np.where(rounding_K <= _NEGLIGIBLE * value_K, value_K, abs(value_K) + rounding_K)
+    most_K = abs(value_K) + rounding_K
     if cert.factor_NN is None:
         most_K = most_K + cert.entry * mass_K**2 if cert.semidefinite else np.full_like(most_K, np.inf)
     gap_K = np.where(gap_K < most_K, gap_K, most_K)  # also where there is no certificate (NaN)

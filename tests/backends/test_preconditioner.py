@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import qprecon
 from qprecon.backends._pcg import precondition as precondition
 
 
@@ -74,14 +75,28 @@ def test_fewer_directions_than_the_rank(power_steps):
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_without_a_positive_core_only_the_diagonal_is_left(library):
-    """An H that only its damping makes positive: the low rank of it alone would have negative eigenvalues."""
+def test_of_an_h_that_only_damping_makes_positive_the_positive_directions_are_taken(library):
+    """Four large eigenvalues are negative and four positive."""
     rng = np.random.default_rng(0)
     vectors_NN = np.linalg.qr(rng.standard_normal((40, 40)))[0]
-    h_NN = vectors_NN @ np.diag([-3.0] * 4 + [1.0] * 36) @ vectors_NN.T + 5.0 * np.eye(40)
+    values_N = np.array([-3.0] * 4 + [100.0] * 4 + [0.0] * 32)
+    h_NN = vectors_NN @ np.diag(values_N) @ vectors_NN.T + 5.0 * np.eye(40)
     shared = precondition.low_rank(h_NN if library == "numpy" else torch.from_numpy(h_NN), 5.0, 8, 2)
-    assert not shared.factor_Nr.any()
-    np.testing.assert_allclose(shared.diagonal_N, np.maximum(h_NN.diagonal() - 5.0, 0.0) + 5.0)
+    taken_NN = vectors_NN @ np.diag(np.maximum(values_N, 0.0)) @ vectors_NN.T
+    np.testing.assert_allclose(shared.factor_Nr @ shared.factor_Nr.T, taken_NN, atol=1e-9)
+    assert (shared.diagonal_N >= 5.0).all()
+
+
+@pytest.mark.parametrize("loud", [1.0, 1e4])
+@pytest.mark.parametrize("damping", [1e-2, 1e-4])
+def test_few_samples_summed_in_fewer_digits_are_their_rank_all_the_same(damping, loud):
+    """H of 16 samples, one of them loud, summed in float32 and solved in float64: beyond its rank it is noise of either sign."""
+    rng = np.random.default_rng(0)
+    x_TN = rng.standard_normal((16, 512)).astype(np.float32)
+    x_TN[0] *= loud
+    mask_NK = rng.random((512, 32)) < 0.5
+    solution = qprecon.solve(x_TN.T @ x_TN, rng.standard_normal((512, 32)), mask_NK, "pcg", damping=damping)
+    assert solution.optimal.all() and solution.iterations.max() <= 3 and solution.provenance.dtype == "float64"
 
 
 @pytest.mark.parametrize("kappa", [1e2, 1e6])

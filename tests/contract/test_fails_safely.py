@@ -309,3 +309,18 @@ def test_the_damping_that_an_indefinite_hessian_is_told_to_take_is_enough(least:
     assert (said and float(said[1])) == advised
     if advised is not None:
         assert qprecon.solve(**given | {"damping": advised}, backend="pcg").optimal.all()
+
+
+@pytest.mark.parametrize("backend", ["pcg", "admm", "osqp"])
+def test_a_limit_of_iterations_holds_beside_columns_that_are_done(backend: str) -> None:
+    """One column is pruned wholly and done at once; the others stop where they stop without it."""
+    cases.require(backend)
+    rng = np.random.default_rng(3)
+    x_TN = rng.standard_normal((120, 40)) * np.logspace(0, -3, 40)
+    w_NK, mask_NK = rng.standard_normal((40, 6)), rng.random((40, 6)) < 0.5
+    mask_NK[:, 4] = False
+    given = {"H": x_TN.T @ x_TN, "W": w_NK, "mask": mask_NK, "damping": 1e-6, "max_iterations": 2}
+    together, alone = (qprecon.solve(**given, backend=backend, batch_size=size) for size in (6, 1))
+    assert list(together.status) == list(alone.status)
+    limited = together.status == qprecon.Status.ITERATION_LIMIT
+    assert limited.sum() == 5 and list(together.iterations[limited]) == list(alone.iterations[limited])

@@ -6,10 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import qprecon
 from qprecon.grids.formats import BF16, E2M1, E4M3, FP16, find_grid
+from qprecon.grids.on_grid import METHODS
 from qprecon.grids.rounding import descend, feedback, refit_scales
 from qprecon.grids.scales import fit_scales, search_scales
 from tests.small_problems import gram
@@ -352,3 +355,27 @@ def test_descent_in_float32_ends_on_the_grid_to_the_last_bit(name):
         off += int((q != fitted.nearest(q)).sum())
         assert bool((q != start).any())
     assert off == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_h_is_zero_every_method_takes_nearest_values(method):
+    rng = np.random.default_rng(0)
+    w_NK, mask_NK = rng.standard_normal((8, 2)), rng.random((8, 2)) < 0.6
+    found = qprecon.prepare(np.zeros((8, 8))).round(w_NK, mask_NK, w_NK * mask_NK, "bf16", method=method)
+    nearest = torch.from_numpy(w_NK * mask_NK).bfloat16().double().numpy()
+    np.testing.assert_array_equal(found.weights, nearest)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("grid", ["int4", "int8", "nvfp4"])
+def test_scales_are_found_for_weights_whose_squares_leave_the_dtype(grid):
+    """2^62 times as large, where the squares of a whole group are beyond float32: nearly as good."""
+    rng = np.random.default_rng(0)
+    x_TN, w_NK = rng.standard_normal((300, 128)).astype(np.float32), rng.standard_normal((128, 8)).astype(np.float32)
+    mask_NK, prepared = rng.random((128, 8)) < 0.5, qprecon.prepare(x_TN.T @ x_TN, damping=0.01)
+    best = prepared.solve(w_NK, mask_NK).weights
+    lost = []
+    for unit in (np.float32(1.0), np.float32(2.0**62)):
+        rounded = prepared.round(unit * w_NK, mask_NK, unit * best, grid)
+        lost.append(rounded.objective / unit.astype(float) ** 2)
+    np.testing.assert_allclose(lost[0], lost[1], rtol=2e-2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -258,3 +259,16 @@ def test_underflow_is_never_certified(backend, scale):
     rhs_NK = rng.standard_normal((48, 20)) * scale
     assert not qprecon.solve(x.T @ x, np.zeros((48, 20)), mask_NK, backend, rhs=rhs_NK).optimal.any()
     assert qprecon.solve(x.T @ x, w_NK * 1e-100, mask_NK, backend).optimal.all()
+
+
+def test_the_gap_of_a_whole_column_is_no_less_than_what_it_loses() -> None:
+    """Where nothing is pruned f* is 0, and the gap is f itself: in exact arithmetic, with all digits."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        x_TN = rng.standard_normal((12, 6))
+        h_NN, w_NK = x_TN.T @ x_TN, rng.standard_normal((6, 3))
+        found = qprecon.prepare(h_NN).audit(w_NK, np.ones((6, 3), dtype=bool), w_NK.astype(np.float16))
+        apart = [[Fraction(float(w)) - Fraction(float(np.float16(w))) for w in column] for column in w_NK.T]
+        exact_NN = [[Fraction(float(h)) for h in row] for row in h_NN]
+        exact = [sum(d[i] * exact_NN[i][j] * d[j] for i in range(6) for j in range(6)) for d in apart]
+        assert all(Fraction(float(bound)) >= true for bound, true in zip(found.gap_bound, exact, strict=True))

@@ -71,10 +71,10 @@ class Preconditioner:
 
 
 def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
-    """Randomised Nyström factor of H − ridge·I (the undamped matrix); deterministic, and waits for no device.
+    """Randomised Nyström factor of H − ridge·I (the undamped matrix); deterministic.
 
     Source: Frangella, Tropp, Udell, Randomized Nyström preconditioning (arXiv 2110.02820), with power steps on the sketch. With any
-    basis B of it, FFᵀ = HB(BᵀHB)⁻¹BᵀH: a Cholesky factor of the core makes F, and no eigenvectors are wanted.
+    basis B of it, FFᵀ = HB(BᵀHB)⁻¹BᵀH.
     """
     xp, n, dtype = namespace(hessian_NN), hessian_NN.shape[0], dtype_name(hessian_NN)
     undamped = lambda x_Nr: hessian_NN @ x_Nr - ridge * x_Nr  # noqa: E731
@@ -83,8 +83,7 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
         basis_Nr = _orthonormal(undamped(basis_Nr) if power_steps else basis_Nr)
     image_Nr = undamped(basis_Nr)
     core_rr = cast(basis_Nr.T @ image_Nr, "float64")
-    # Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H: the shift damps them.
-    mixing_rr = _inverse_root(0.5 * (core_rr + core_rr.T), 32.0 * _epsilon(hessian_NN))
+    mixing_rr = _mixing(0.5 * (core_rr + core_rr.T), 32.0 * _epsilon(hessian_NN))
     factor_Nr = cast(cast(image_Nr, "float64") @ mixing_rr, dtype)
     captured_N = (factor_Nr * factor_Nr).sum(1)
     rest_N = hessian_NN.diagonal() - ridge - captured_N
@@ -94,15 +93,32 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     return LowRank(factor_Nr, diagonal_N)
 
 
-def _inverse_root(gram_rr: Array, share: float) -> Array:
-    """L⁻ᵀ with LLᵀ = G + share · trace(G) · I, float64; zeros where that has no Cholesky factor, so that nothing waits for it."""
+def _mixing(core_rr: Array, noise: float) -> Array:
+    """V with VVᵀ about the inverse of the core, float64.
+
+    Directions that are noise at this precision, a share of the largest eigenvalue, would make FFᵀ exceed H. A Cholesky factor of
+    a shifted core damps them. There is none where H has fewer digits than its dtype, or eigenvalues that no Gram matrix has: then
+    eigenvectors tell which directions to leave out, by a hundred kernels of a GPU. Whether they are wanted is one wait for it.
+    """
+    inverse_rr, failed = _inverse_root(core_rr, noise)
+    if not bool(failed):
+        return inverse_rr
+    xp = namespace(core_rr)
+    values_r, vectors_rr = xp.linalg.eigh(core_rr)
+    real_r, ones_r = values_r > noise * abs(values_r).max(), 0.0 * values_r + 1.0
+    return vectors_rr * xp.where(real_r, xp.where(real_r, values_r, ones_r) ** -0.5, 0.0 * ones_r)
+
+
+def _inverse_root(gram_rr: Array, share: float) -> tuple[Array, Any]:
+    """L⁻ᵀ with LLᵀ = G + share · trace(G) · I, float64, zeros where that has no Cholesky factor; and whether it has none, on the
+    device."""
     xp, eye_rr = namespace(gram_rr), identity(len(gram_rr), gram_rr)
     shifted_rr = gram_rr + share * gram_rr.diagonal().sum() * eye_rr
     if xp is np:
         lower_rr = cholesky(shifted_rr)
-        return np.zeros_like(eye_rr) if lower_rr is None else solve_lower(lower_rr, eye_rr).T
+        return (np.zeros_like(eye_rr), True) if lower_rr is None else (solve_lower(lower_rr, eye_rr).T, False)
     lower_rr, failed = xp.linalg.cholesky_ex(shifted_rr)
-    return xp.where(failed == 0, solve_lower(lower_rr, eye_rr), 0.0).T
+    return xp.where(failed == 0, solve_lower(lower_rr, eye_rr), 0.0).T, failed
 
 
 def jacobi(hessian_NN: Array) -> Preconditioner:
@@ -228,7 +244,8 @@ def _orthonormal(x_Nr: Array) -> Array:
     """An orthonormal basis of x's columns, nearly, in float64 by a Cholesky factor of their products. Columns that the others have
     already come out shorter: any basis serves."""
     wide_Nr = cast(x_Nr, "float64")
-    return cast(wide_Nr @ _inverse_root(wide_Nr.T @ wide_Nr, 4.0 * len(x_Nr) ** 0.5 * _DOUBLE), dtype_name(x_Nr))
+    inverse_rr, _ = _inverse_root(wide_Nr.T @ wide_Nr, 4.0 * len(x_Nr) ** 0.5 * _DOUBLE)
+    return cast(wide_Nr @ inverse_rr, dtype_name(x_Nr))
 
 
 def gaussian(n: int, width: int, near: Array) -> Array:
