@@ -197,8 +197,6 @@ def _run(
 def _stopped(raw: RawColumns, count: int) -> np.ndarray:
     """Columns that a limit stopped, (K,) bool."""
     words = [raw.reported_status] if isinstance(raw.reported_status, str) else raw.reported_status.tolist()
-    if LIMITS.keys().isdisjoint(words):
-        return np.zeros(count, dtype=bool)
     return np.broadcast_to([word in LIMITS for word in words], (count,))
 
 

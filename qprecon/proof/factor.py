@@ -92,7 +92,7 @@ def certificate(hessian: Hessian) -> Certificate:
     semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
     if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
         mean = float(hessian.diagonal_N.mean())
-        holds = lambda damping: shifted(0.0 * diagonal_N + (hessian.damping - 0.9 * damping) * mean) is not None  # noqa: E731
+        holds = lambda damping: shifted((hessian.damping - 0.9 * damping) * mean) is not None  # noqa: E731  with some to spare
         enough = next((damping for damping in _DAMPINGS if damping > hessian.damping and holds(damping)), None)
         raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain", enough)
     shift_N = None if shift_N is None else near(shift_N)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.chunks import in_numpy, within
 from ..arrays.interop import Array, cast, dtype_name, like, to_numpy
 from ..arrays.linalg import column_dots
 from ..problem.column_qp import ColumnQP
@@ -45,9 +46,8 @@ def sharpen(problem: ColumnQP, cert: Certificate, masked: Figures, answer_NK: Ar
         local = np.flatnonzero(rough_K & ~(masked.rounding <= _SHARE * (masked.value - answer.value)))
         if not len(local):
             break
-        changed, whole = True, len(local) == answer_NK.shape[1]
-        some, chosen = (slice(None), columns) if whole else (like(local, answer_NK), _of(columns, local, answer_NK))
-        here = slice(None) if whole else local
+        changed, some, here = True, within(local, answer_NK), in_numpy(local, answer_NK)
+        chosen = columns if len(local) == answer_NK.shape[1] else _of(columns, local, answer_NK)
         parts = masked.take(here, some), answer_NK[:, some], answer.take(here, some)
         value_K, rounding_K = look(problem, cert, *parts, chosen)
         masked.value[local], masked.objective[local], masked.rounding[local] = value_K, value_K, rounding_K

@@ -105,8 +105,8 @@ def _mixing(core_rr: Array, noise: float) -> Array:
         return inverse_rr
     xp = namespace(core_rr)
     values_r, vectors_rr = xp.linalg.eigh(core_rr)
-    real_r, ones_r = values_r > noise * abs(values_r).max(), 0.0 * values_r + 1.0
-    return vectors_rr * xp.where(real_r, xp.where(real_r, values_r, ones_r) ** -0.5, 0.0 * ones_r)
+    real_r = values_r > noise * abs(values_r).max()
+    return vectors_rr * xp.where(real_r, values_r, xp.full_like(values_r, np.inf)) ** -0.5
 
 
 def _inverse_root(gram_rr: Array, share: float) -> tuple[Array, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import qprecon
+from qprecon.arrays.interop import synchronize
 from qprecon.contract.plugins import working_on
 from qprecon.llm.lowbit.adapter import Adapter, Attempt, alternated, attach
 from qprecon.llm.lowbit.rounding import on_their_grid
@@ -245,6 +246,5 @@ def _beside(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _lap(clock: list[float], tensor: torch.Tensor) -> None:
     """Let the device finish, so that the times are those of the work; a few times a group, never in an inner loop."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()  # not for the copies of the next block
+    synchronize(tensor)
     clock.append(time.perf_counter())
