@@ -18,12 +18,13 @@ from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._pcg import precondition as precondition
 from ._pcg import samples as sample_space
 from ._pcg.factor import Factor, FactorInHalves
+from ._pcg.looks import Looks
 from ._pcg.product import Full, Narrow, chosen_precision, product
 from ._pcg.recorded import recorded
 from ._pcg.state import State, leave_finished
 from ._pcg.vectors import vectors
 
-_CHECK_EVERY = {"cpu": 1, "cuda": 3}  # iterations between looks at the error estimate (each look waits for the device)
+_LOOK_AFTER = {"cpu": 1, "cuda": 3}  # iterations at most: a look waits for the device, and on a GPU costs as much as some launches
 _DEFAULT_LIMIT = 1000
 _ALIGNMENT = 64  # columns
 _LOW_REACHES, _FULL_UP_TO = 2.5e-6, 2048
@@ -39,9 +40,11 @@ docs/performance.md, "What was tried"."""
 _RECORDED_LATE = 10
 """The iteration of a few columns that is recorded: recording takes the host as long as starting ten, and these are as a rule left
 over from an earlier round and done in six. Beside many columns the GPU is still busy with what came before."""
-_LEFT_ALONE = {"cpu": (0.5, 0), "cuda": (0.25, 2**24)}
-"""Once this share of the columns of a chunk of so many numbers goes on, it does so without the others. On a GPU a few columns are
-copied in less than an iteration, and small iterations wait for their launches anyway."""
+_LEFT_ALONE = {"cpu": (0.5, 0, 1), "cuda": (0.25, 2**24, 2)}
+"""Once this share of the columns of a chunk of so many numbers goes on, for so many iterations more by what was seen, it does so
+without the others. On a GPU a few columns are copied in less than an iteration, and small iterations wait for their launches
+anyway."""
+_WITH_THE_LAST = 3  # iterations that the others wait for these: most of them are done by then
 _PATIENCE = 60  # iterations in halves without progress of the worst column: its residual is to be made anew
 
 
@@ -187,35 +190,31 @@ def _words(raw: RawColumns, count: int) -> str | np.ndarray:
 
 def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extras: dict[str, Any]) -> RawColumns:
     ops = vectors(chunk.residual_NK, chunk.mask_NK, multiply, apply)
-    device = device_type(chunk.residual_NK)
-    every = _CHECK_EVERY[device]
-    state, out = State.begin(chunk, ops, every), None
+    device, columns = device_type(chunk.residual_NK), chunk.start_NK.shape[1]
+    state, out, looks = State.begin(chunk, ops), None, Looks(_LOOK_AFTER[device], _FEW)
     limit, status = chunk.max_iterations or _DEFAULT_LIMIT, "iteration_limit"
-    step, best, before = state.step, (0, np.inf), chunk.start_NK.shape[1]
-    first_recorded = 2 if before > _FEW else _RECORDED_LATE
-    share, least = _LEFT_ALONE[device]
+    step, first_recorded = state.step, 2 if columns > _FEW else _RECORDED_LATE
+    share, least, ahead = _LEFT_ALONE[device]
     for iteration in range(1, limit + 1):
         if iteration == first_recorded and ops.takes_no_memory:
             step = recorded(step, state.x_NK)
         step()
-        if iteration % every and iteration != limit:
+        if iteration < looks.next and iteration != limit:
             continue
-        worst, left = state.look(iteration)
-        if not left:
+        looks.note(iteration, *state.look())
+        if not looks.left:
             break
-        best = (iteration, worst) if worst < 0.9 * best[1] else best
-        if ops.is_rough and iteration - best[0] >= _PATIENCE:
+        if ops.is_rough and iteration - looks.better_at >= _PATIENCE:
             status = "stalled"
             break
-        if ops.is_rough and before <= _FEW and chunk.start_NK.shape[1] > 2 * _FEW and iteration != limit:
+        if ops.is_rough and columns > 2 * _FEW and looks.few_for(iteration) >= _WITH_THE_LAST and iteration != limit:
             status = _FEW_LEFT
             break
-        before = left
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:
             status = "time_limit"
             break
         n, width = state.x_NK.shape
-        if left <= share * width and n * width >= least:
+        if looks.left <= share * width and n * width >= least and looks.next - iteration >= ahead:
             out, state = leave_finished(out, state, 1 if device == "cpu" else _ALIGNMENT)
             step, first_recorded = state.step, iteration + _RECORDED_LATE
     if out is None:

@@ -68,7 +68,7 @@ def test_a_few_that_are_held_up_go_on_alone(rough, share):
 
 def test_those_that_go_on_do_so_without_the_others(rough, monkeypatch):
     """Columns that keep three inputs take three iterations. In widths of a GPU's tiles, with finished ones for a filling."""
-    monkeypatch.setitem(pcg._LEFT_ALONE, "cuda", (0.5, 0))
+    monkeypatch.setitem(pcg._LEFT_ALONE, "cuda", (0.5, 0, 1))
     h_NN, w_NK, mask_NK = _problem()
     mask_NK[3:, torch.arange(200) % 3 > 0] = False
     usual = qprecon.solve(h_NN, w_NK, mask_NK, "pcg", damping=0.01)

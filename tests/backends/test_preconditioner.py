@@ -20,7 +20,7 @@ def layer(seed=0, n=40, k=7, rank=6):
 
 def applied(operator, residual_NK, mask_NK):
     """C⁻¹r on kept entries."""
-    return mask_NK * (operator.inverse_diagonal_N1 * residual_NK - operator.correction(residual_NK))
+    return mask_NK * (operator.inverse_diagonal_N1 * residual_NK - operator.correction(residual_NK)[0])
 
 
 @pytest.mark.parametrize("slab", [2.0**26, 1.0])  # all pair products at once, or as few at a time as may be
@@ -33,6 +33,18 @@ def test_it_inverts_the_kept_block(monkeypatch, slab):
     for j in range(mask_NK.shape[1]):
         kept = np.flatnonzero(mask_NK[:, j])
         np.testing.assert_allclose(z_NK[kept, j], np.linalg.solve(c_NN[np.ix_(kept, kept)], residual_NK[kept, j]), rtol=1e-6)
+
+
+def test_it_knows_what_the_other_inputs_add():
+    """rᵀC⁻¹r with all inputs, less what it is with the kept ones: nothing where none is pruned, or none kept."""
+    h_NN, mask_NK, shared, rng = layer(rank=16)
+    residual_NK = rng.standard_normal(mask_NK.shape) * mask_NK
+    whole_NN = np.linalg.inv(shared.factor_Nr @ shared.factor_Nr.T + np.diag(shared.diagonal_N))
+    for operator in (precondition.for_columns(shared, mask_NK), precondition.for_few_columns(shared, mask_NK)):
+        kept_K = (residual_NK * applied(operator, residual_NK, mask_NK)).sum(0)
+        beyond_K = operator.correction(residual_NK)[1]
+        np.testing.assert_allclose(kept_K + beyond_K, (residual_NK * (whole_NN @ residual_NK)).sum(0), rtol=1e-9)
+        assert beyond_K[0] == 0.0 and beyond_K[1] <= 1e-12 * kept_K[1] and (beyond_K[2:] > 1e-3 * kept_K[2:]).all()
 
 
 def test_for_few_columns_it_is_exact_where_float32_is_not():

@@ -82,7 +82,7 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
     apply = precondition.for_columns(low, mask_NK, factor.FactorInHalves if split else factor.Factor)
     multiply = product.product(h_NN, low.factor_Nr, "fp16" if split else "full")
     fused, scalars = module.Fused(mask_NK, multiply, apply), Scalars.zeros(r_NK)
-    goal = Goal(torch.ones(4, dtype=torch.float64), False, 1e-4, 3)
+    goal = Goal(torch.ones(4, dtype=torch.float64), False, 1e-4, 0.75)
     x_NK = torch.zeros_like(r_NK)
     p_NK = fused.begin(x_NK, r_NK, scalars, goal)
     before = len(launches)

@@ -17,7 +17,7 @@ import triton
 from ...arrays.halves import power_above
 from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _thin, _turn, halves
 from .product import Split
-from .scalars import LEAST, SAFETY, Goal, Scalars, worst_of
+from .scalars import LEAST, Goal, Scalars, worst_of
 
 FLOAT = torch.float32
 _SIZE = 6
@@ -79,7 +79,7 @@ class Fused:
             self._direct(x_NK, p_NK, r_NK, w_NK)
 
     def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
-        """See ``Goal.look``: the kernels have done it, each column after so many iterations."""
+        """See ``Goal.look``: the kernels have done it, after every iteration."""
         return worst_of(self.far_K)
 
     def _make_room(self, r_NK: torch.Tensor) -> None:
@@ -88,13 +88,14 @@ class Fused:
         self.q_NK, self.partial_PK = torch.empty_like(r_NK), empty(self.grid[0], k)
         self.alpha_K, self.beta_K, self.far_K = torch.zeros(3, k, dtype=r_NK.dtype, device=r_NK.device)
         self.base_K = self.goal.base_K.contiguous()
-        self.limits = torch.tensor([SAFETY, self.goal.tolerance, LEAST], dtype=torch.float64).to(r_NK.device, non_blocking=True)
+        limits = torch.tensor([self.goal.margin, self.goal.tolerance, LEAST], dtype=torch.float64)
+        self.limits = limits.to(r_NK.device, non_blocking=True)
         self.root_N = self.apply.inverse_diagonal_N1[:, 0] ** 0.5
         self.p_scale_K, self.r_scale_K = torch.ones(2, k, dtype=r_NK.dtype, device=r_NK.device)
         self.p_row_N = self.q_row_N = self.w_row_N = torch.ones_like(self.root_N)
         rank = 0 if scaled is None else self.apply.inner_Krr.shape[1]
         self.thin_grid = (triton.cdiv(rank, THIN), triton.cdiv(k, THIN))
-        self.v_Kr1, self.t_Kr1 = empty(k, rank, 1), empty(k, rank, 1)
+        self.v_Kr1, self.t_Kr1, self.u_Kr = empty(k, rank, 1), empty(k, rank, 1), empty(k, rank)
         self.halves_M2K = r_NK  # stands for no array where there is none
         if self.split:
             low = torch.float16
@@ -141,16 +142,18 @@ class Fused:
         _thin[self.thin_grid](t, out, factor, rank, k, stride, summed, stacked, THIN, THIN)
 
     def _rz(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, scalars: Scalars) -> None:
-        """rᵀz of the new r, and its ratio to the old.
+        """rᵀz of the new r, its ratio to the old, and which columns are done.
 
         rᵀD⁻¹r − vᵀKv with v = (D⁻¹F)ᵀr would need no pass, but it is not quite that of the z that p is made of: where an input is
         massive nearly all of it cancels, and some columns take many more iterations.
         """
         self._dot(r_NK, w_NK, self.w_row_N)
+        if w_NK is not None:
+            torch.mm(self.v_Kr1[:, :, 0], self.apply.whole_rr, out=self.u_Kr)
         _beta[self.line](
-            self.partial_PK, scalars.rz_K, scalars.active_K, self.beta_K, scalars.gain_K, scalars.finished_K, scalars.iterations_K,
-            self.base_K, self.limits, self.far_K, self.p_scale_K, len(self.partial_PK), r_NK.shape[1], self.goal.every,
-            self.goal.is_gain, self.split, _SIZE, LINE,
+            self.partial_PK, self.v_Kr1, self.t_Kr1, self.u_Kr, scalars.rz_K, scalars.beyond_K, scalars.active_K, self.beta_K,
+            scalars.gain_K, scalars.finished_K, scalars.iterations_K, self.base_K, self.limits, self.far_K, self.p_scale_K,
+            self.r_scale_K, len(self.partial_PK), *self.u_Kr.shape, self.goal.is_gain, self.split, _SIZE, LINE, THIN,
         )  # fmt: skip
 
     def _dot(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, w_row_N: torch.Tensor) -> None:

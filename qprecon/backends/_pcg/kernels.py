@@ -91,16 +91,26 @@ def _scale(rz, SIZE: tl.constexpr):
 
 @triton.jit(**_VARIED)
 def _beta(
-    partial_ptr, rz_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr, limits_ptr, far_ptr, p_scale_ptr,
-    parts, k, EVERY: tl.constexpr, IS_GAIN: tl.constexpr, HALVES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+    partial_ptr, v_ptr, t_ptr, u_ptr, rz_ptr, beyond_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr,
+    limits_ptr, far_ptr, p_scale_ptr, r_scale_ptr, parts, k, rank, IS_GAIN: tl.constexpr, HALVES: tl.constexpr, SIZE: tl.constexpr,
+    COLS: tl.constexpr, THIN: tl.constexpr,
 ):  # fmt: skip
-    """β, and after every so many iterations ``scalars.Goal.look`` of the columns that go on; how far they are from their goal. And
-    by what the next p is scaled."""
+    """β, and ``scalars.Goal.look`` of the columns that go on, also how far they are from their goal. And by what the next p is
+    scaled."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
     fresh = tl.zeros((COLS,), tl.float32)
     for part in range(parts):
         fresh += tl.load(partial_ptr + part * k + cols, inside, 0.0)
+    beyond = tl.zeros((COLS,), tl.float32)  # vᵀ(t − u)
+    for first in range(0, rank, THIN):
+        rows = first + tl.arange(0, THIN)[None, :]
+        at, here = cols.to(tl.int64)[:, None] * rank + rows, inside[:, None] & (rows < rank)
+        apart = tl.load(t_ptr + at, here, 0.0) - tl.load(u_ptr + at, here, 0.0)
+        beyond += tl.sum(tl.load(v_ptr + at, here, 0.0) * apart, 1)
+    r_scale = tl.load(r_scale_ptr + cols, inside, 1.0)  # of v, t and u
+    beyond = tl.maximum(beyond / (r_scale * r_scale), 0.0)
+    tl.store(beyond_ptr + cols, beyond, inside)
     rz = tl.load(rz_ptr + cols, inside, 0.0)
     active = tl.load(active_ptr + cols, inside, 0) != 0
     tl.store(beta_ptr + cols, tl.where(active, fresh / tl.where(active, rz, 1.0), 0.0), inside)
@@ -109,18 +119,16 @@ def _beta(
         tl.store(p_scale_ptr + cols, _scale(fresh, SIZE), inside)
     active = active & (fresh > 0.0)
     iteration = tl.load(iterations_ptr + cols, inside, 0)
-    gap = tl.load(limits_ptr) * fresh.to(tl.float64)
+    gap = tl.load(limits_ptr) * (fresh + beyond).to(tl.float64)
     total, gain = tl.load(base_ptr + cols, inside, 1.0), tl.load(gain_ptr + cols, inside, 0.0).to(tl.float64)
     total = total + gain if IS_GAIN else total - gain - gap
     enough = tl.load(limits_ptr + 1) * tl.maximum(total, tl.load(limits_ptr + 2))
-    looked = active & (iteration > 0) & (iteration % EVERY == 0)
-    done = looked & (gap <= enough)
+    done = active & (iteration > 0) & (gap <= enough)
     tl.store(finished_ptr + cols, done, inside & done)
     tl.store(active_ptr + cols, active & (done == 0), inside)
     far = gap / enough
     far = tl.where(far == far, far, float("inf"))
-    before = tl.load(far_ptr + cols, inside, 0.0)
-    far = tl.where(active & (done == 0), tl.where(looked, far, before.to(tl.float64)), 0.0)
+    far = tl.where(active & (done == 0), far, 0.0)
     tl.store(far_ptr + cols, far.to(tl.float32), inside)
 
 

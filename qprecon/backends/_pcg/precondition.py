@@ -44,6 +44,11 @@ class LowRank:
     diagonal_N: Array  # diag(H − FFᵀ) + λ, positive
 
     @functools.cached_property
+    def whole_rr(self) -> Array:
+        """(I + FᵀD⁻¹F)⁻¹, K of a column that keeps all inputs."""
+        return _whole(self.factor_Nr * (1.0 / self.diagonal_N)[:, None] ** 0.5)
+
+    @functools.cached_property
     def pairs(self) -> Pairs:
         """What ``_inner`` makes of the columns of F."""
         return Pairs.of(self.factor_Nr.shape[1], self.factor_Nr)
@@ -56,18 +61,22 @@ class Preconditioner:
     inverse_diagonal_N1: Array
     scaled: Factor | FactorInHalves | None  # D⁻¹F
     inner_Krr: Array | None  # K_j
+    whole_rr: Array | None  # K of all inputs
 
-    def correction(self, residual_NK: Array) -> Array | None:
-        """w with C_II⁻¹r = D⁻¹r − w on kept entries; ``residual_NK`` is zero on pruned ones."""
+    def correction(self, residual_NK: Array) -> tuple[Array, Array] | None:
+        """w with C_II⁻¹r = D⁻¹r − w on kept entries, and rᵀC⁻¹r − rᵀC_II⁻¹r, (K,); ``residual_NK`` is zero on pruned entries. None
+        for a diagonal."""
         if self.scaled is None:
             return None
-        v_Kr1 = self.scaled.project(residual_NK).T[:, :, None]
-        return self.scaled.expand((self.inner_Krr @ v_Kr1)[:, :, 0].T)
+        v_rK = self.scaled.project(residual_NK)
+        t_rK = (self.inner_Krr @ v_rK.T[:, :, None])[:, :, 0].T
+        beyond_K = (v_rK * (t_rK - self.whole_rr @ v_rK)).sum(0)  # vᵀ(K_j − K)v, not negative but for rounding
+        return self.scaled.expand(t_rK), namespace(v_rK).maximum(beyond_K, 0.0 * beyond_K)
 
     def take(self, index: Array) -> Preconditioner:
         """Of some of the columns."""
         inner_Krr = None if self.inner_Krr is None else self.inner_Krr[index]
-        return Preconditioner(self.inverse_diagonal_N1, self.scaled, inner_Krr)
+        return Preconditioner(self.inverse_diagonal_N1, self.scaled, inner_Krr, self.whole_rr)
 
 
 def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> LowRank:
@@ -126,7 +135,7 @@ def jacobi(hessian_NN: Array) -> Preconditioner:
     xp = namespace(hessian_NN)
     diagonal_N = hessian_NN.diagonal()
     inverse_N = 1.0 / xp.where(diagonal_N > 0, diagonal_N, xp.ones_like(diagonal_N))
-    return Preconditioner(inverse_N[:, None], None, None)
+    return Preconditioner(inverse_N[:, None], None, None, None)
 
 
 def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor | FactorInHalves] = Factor) -> Preconditioner:
@@ -134,7 +143,7 @@ def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor | FactorInH
     inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
     root_N1 = inverse_N1**0.5
     root_Nr = shared.factor_Nr * root_N1
-    return Preconditioner(inverse_N1, factor(root_Nr, root_N1), _inner(root_Nr, mask_NK, shared.pairs))
+    return Preconditioner(inverse_N1, factor(root_Nr, root_N1), _inner(root_Nr, mask_NK, shared.pairs), shared.whole_rr)
 
 
 def for_few_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:
@@ -147,7 +156,12 @@ def for_few_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:
     root_Nr = factor_Nr * root_N1
     kept_KN1 = cast(mask_NK, "float64").T[:, :, None]
     gram_Krr = xp.stack([(root_Nr * kept_N1).T @ root_Nr for kept_N1 in kept_KN1])
-    return Preconditioner(inverse_N1, Factor(root_Nr, root_N1), _inverse_plus_identity(gram_Krr))
+    return Preconditioner(inverse_N1, Factor(root_Nr, root_N1), _inverse_plus_identity(gram_Krr), _whole(root_Nr))
+
+
+def _whole(root_Nr: Array) -> Array:
+    """(I + GᵀG)⁻¹, (r, r)."""
+    return _inverse_plus_identity((root_Nr.T @ root_Nr)[None])[0]
 
 
 def _inner(root_Nr: Array, mask_NK: Array, pairs: Pairs) -> Array:

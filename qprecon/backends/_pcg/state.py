@@ -11,7 +11,7 @@ from ...arrays.chunks import filled
 from ...arrays.interop import Array, cast, like, namespace, to_numpy
 from ...arrays.linalg import masked, take_columns
 from ...contract.interface import Chunk
-from .scalars import Goal, Scalars
+from .scalars import OF_DIAGONAL, OF_LOW_RANK, Goal, Scalars
 
 
 @dataclass(eq=False)
@@ -60,14 +60,14 @@ class State:
     scalars: Scalars
 
     @staticmethod
-    def begin(chunk: Chunk, ops: Any, every: int) -> State:
-        """At a chunk's start; ``every``: iterations between looks."""
+    def begin(chunk: Chunk, ops: Any) -> State:
+        """At a chunk's start."""
         xp, r_NK = namespace(chunk.residual_NK), masked(chunk.residual_NK, chunk.mask_NK)
         if xp is not np:
             r_NK = r_NK.contiguous()  # a caller's transposed view lends its strides to all that is made of it
         scalars, is_gain = Scalars.zeros(r_NK), chunk.linear_NK is not None
         base_K = cast(chunk.improved_K if is_gain else chunk.start_objective_K, "float64")
-        goal = Goal(base_K, is_gain, chunk.tolerance, every)
+        goal = Goal(base_K, is_gain, chunk.tolerance, OF_DIAGONAL if ops.apply.scaled is None else OF_LOW_RANK)
         x_NK = xp.zeros_like(r_NK)
         p_NK = ops.begin(x_NK, r_NK, scalars, goal)
         scalars.finished_K |= scalars.rz_K == 0
@@ -95,6 +95,6 @@ class State:
         """One iteration of every active column; a finished column's step is zero."""
         self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
 
-    def look(self, iteration: int) -> tuple[float, int]:
-        """See ``Goal.look``; kernels have done the usual ones."""
-        return self.goal.look(self.scalars) if iteration % self.goal.every else self.ops.look(self.scalars, self.goal)
+    def look(self) -> tuple[float, int]:
+        """See ``Goal.look``; kernels have done it."""
+        return self.ops.look(self.scalars, self.goal)

@@ -34,7 +34,7 @@ class Plain:
 
     def begin(self, x_NK: Array, r_NK: Array, scalars: Scalars, goal: Goal) -> Array:
         """First direction p = z = C⁻¹r, a new array; sets rz and active. x, which kernels take, stays as it is."""
-        z_NK, scalars.rz_K = self._precondition(r_NK)
+        z_NK, scalars.rz_K, scalars.beyond_K = self._precondition(r_NK)
         scalars.active_K = scalars.rz_K > 0
         return z_NK
 
@@ -62,19 +62,22 @@ class Plain:
         scalars.iterations_K = scalars.iterations_K + scalars.active_K
 
     def _turn(self, p_NK: Array, r_NK: Array, scalars: Scalars) -> None:
-        z_NK, rz_K = self._precondition(r_NK)
+        z_NK, rz_K, scalars.beyond_K = self._precondition(r_NK)
         beta_K = _ratio(rz_K, scalars.rz_K, scalars.active_K)
         p_NK *= beta_K[None, :]
         p_NK += z_NK
         scalars.active_K, scalars.rz_K = scalars.active_K & (rz_K > 0), rz_K
 
-    def _precondition(self, r_NK: Array) -> tuple[Array, Array]:
-        """z = D⁻¹r − w on kept entries, and rᵀz."""
-        z_NK, w_NK = r_NK * self.apply.inverse_diagonal_N1, self.apply.correction(r_NK)
-        if w_NK is not None:
-            w_NK *= self.mask_NK
-            z_NK -= w_NK
-        return z_NK, column_dots(r_NK, z_NK)
+    def _precondition(self, r_NK: Array) -> tuple[Array, Array, Array]:
+        """z = D⁻¹r − w on kept entries, rᵀz, and how much more rᵀC⁻¹r with all inputs is."""
+        z_NK, correction = r_NK * self.apply.inverse_diagonal_N1, self.apply.correction(r_NK)
+        if correction is None:
+            rz_K = column_dots(r_NK, z_NK)
+            return z_NK, rz_K, 0.0 * rz_K
+        w_NK, beyond_K = correction
+        w_NK *= self.mask_NK
+        z_NK -= w_NK
+        return z_NK, column_dots(r_NK, z_NK), beyond_K
 
 
 def vectors(like_NK: Array, mask_NK: Array, multiply: Any, apply: Any) -> Any:

@@ -1,0 +1,54 @@
+"""When to look at the columns again: a look waits for the device, and an iteration that nobody needs takes longer still."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(eq=False)
+class Looks:
+    """What is seen of a chunk's columns between iterations.
+
+    Attributes:
+        most: iterations from one look to the next at most.
+        few: so many columns are few.
+        next: the iteration after which to look again.
+        left, worst: columns that go on, and how many times too large the largest estimate of theirs is.
+        better_at: the iteration after which ``worst`` was last clearly below all before.
+    """
+
+    most: int
+    few: int
+    next: int = 0
+    left: int = 0
+    worst: float = np.inf
+    better_at: int = 0
+    _at: int = 0
+    _best: float = np.inf
+    _few_since: int | None = None
+
+    def __post_init__(self) -> None:
+        self.next = self.most
+
+    def note(self, iteration: int, worst: float, left: int) -> None:
+        """What is seen after this iteration."""
+        self.next = iteration + self._wait(worst, self.worst, iteration - self._at)
+        self._at, self.worst, self.left = iteration, worst, left
+        if worst < 0.9 * self._best:
+            self.better_at, self._best = iteration, worst
+        if left > self.few:
+            self._few_since = None
+        elif self._few_since is None:
+            self._few_since = iteration
+
+    def few_for(self, iteration: int) -> int:
+        """For how many iterations at most ``few`` columns have gone on."""
+        return 0 if self._few_since is None else iteration - self._few_since
+
+    def _wait(self, worst: float, before: float, iterations: int) -> int:
+        """Iterations until the worst is done at the rate at which it has come nearer."""
+        if not 1.0 < worst < before < np.inf:
+            return self.most
+        return int(np.clip(np.ceil(iterations * np.log(worst) / np.log(before / worst)), 1, self.most))
