@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -232,13 +233,23 @@ def like(x: np.ndarray, near: Array) -> Array:
     return namespace(near).as_tensor(x).to(near.device, non_blocking=True) if kind_of(near) == "torch" else x
 
 
-def synchronize(x: Array) -> None:
-    """Wait for what was begun on the device of ``x``, so that a clock read next to it means something.
+def moment(near: Array) -> Any:
+    """Now, where work is begun on the device of ``near``: when it will have done what was begun before. Waits for nothing."""
+    if device_type(near) != "cuda":
+        return time.monotonic()
+    torch = sys.modules["torch"]
+    with torch.cuda.device(near.device):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+    return event
 
-    Not for other streams, such as the copies of a next block.
-    """
-    if device_type(x) == "cuda":
-        sys.modules["torch"].cuda.current_stream(x.device).synchronize()
+
+def seconds_between(first: Any, second: Any) -> float:
+    """Of two moments of one device; waits for the second."""
+    if isinstance(second, float):
+        return second - first
+    second.synchronize()
+    return 1e-3 * first.elapsed_time(second)
 
 
 def describe_device(x: Array) -> str:

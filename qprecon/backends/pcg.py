@@ -62,7 +62,7 @@ class Options:
 
     preconditioner: str = "auto"
     rank: int | None = None
-    power_steps: int = 2
+    power_steps: int = 3
     precision: str = "auto"
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.chunks import compose, indices_of, slices, width_of, within
-from ..arrays.interop import Array, as_given_back, back_to, cast, like, synchronize, to_library
+from ..arrays.interop import Array, as_given_back, back_to, cast, like, moment, seconds_between, to_library
 from ..arrays.linalg import masked
 from ..arrays.memory import automatic_width, out_of_memory, release
 from ..contract.answers import checked_bytes
@@ -63,26 +63,26 @@ class Limits:
 
 @dataclass(eq=False)
 class Outcome:
-    """Results of all columns; what was chosen automatically and what backends said besides; seconds."""
+    """Results of all columns; what was chosen automatically and what backends said besides; from when to when what was done."""
 
     results: Results
     automatic: dict[str, Any] = field(default_factory=dict)
-    solve_seconds: float = 0.0
-    audit_seconds: float = 0.0
+    laps: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def add_extras(self, extras: dict[str, Any]) -> None:
         """What a backend said in one call: seconds add up, of anything else the last word counts."""
         for key, value in extras.items():
             self.automatic[key] = self.automatic[key] + value if key.endswith("_seconds") and key in self.automatic else value
 
-    def lap(self, since: float, name: str, near: Array | None = None) -> float:
-        """Add the seconds since then to those called ``name``; returns the time now. ``near``: with the work of its device, which
-        an audit has waited for."""
-        if near is not None:
-            synchronize(near)
-        now = time.monotonic()
-        setattr(self, name, getattr(self, name) + now - since)
+    def lap(self, since: Any, name: str) -> Any:
+        """``name`` was done from then until now, on the device of the results; returns the moment."""
+        now = moment(self.results.weights_NK)
+        self.laps.append((name, since, now))
         return now
+
+    def seconds(self, name: str) -> float:
+        """What was done under that name took."""
+        return sum(seconds_between(since, until) for done, since, until in self.laps if done == name)
 
 
 def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_size: int | None) -> Outcome:
@@ -126,10 +126,10 @@ def solve_again(task: Task, limits: Limits, out: Outcome, columns: np.ndarray, w
 
 
 def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any, out: Outcome) -> None:
-    problem, clock = task.problem, time.monotonic()
+    problem, clock = task.problem, moment(out.results.weights_NK)
     start = find_start(problem, task.cert, task.backend.dtype, warm_NK, columns)
     chunk = InProgress.begin(problem, task.cert, start, columns)
-    clock = out.lap(clock, "audit_seconds")
+    clock = out.lap(clock, "audit")
     local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
     tolerance = _FIRST * limits.tol
     for round_ in range(_ROUNDS):
@@ -139,11 +139,11 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
             chunk.results.reported_status[local] = "time_limit"
             break
         raw, answer_NK = _run(task, limits, chunk, local, tolerance)
-        clock = out.lap(clock, "solve_seconds", problem.weights_NK)
+        clock = out.lap(clock, "solve")
         out.add_extras(raw.extras)
         before_K = chunk.results.relative_gap[local]
         chunk.accept(local, raw, answer_NK)
-        clock = out.lap(clock, "audit_seconds")
+        clock = out.lap(clock, "audit")
         after_K = chunk.results.relative_gap[local]
         failing_K = (after_K > limits.tol) & ~_stopped(raw, len(local))
         if not _worth_another(task, before_K, after_K, failing_K, round_):
@@ -153,7 +153,7 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
     chunk.certify_starts(limits.tol)
     check_squared_error(task.cert, start, chunk.figures, columns)
     out.results.put(columns, chunk.finish(limits.tol))
-    out.lap(clock, "audit_seconds", problem.weights_NK)
+    out.lap(clock, "audit")
 
 
 def _tightening(gap_K: np.ndarray, tol: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.checksum import bits
-from ..arrays.interop import Array, cast, describe_device, from_core, namespace, synchronize, to_numpy
+from ..arrays.interop import Array, cast, describe_device, from_core, moment, namespace, seconds_between, to_numpy
 from ..arrays.linalg import exact_float32
 from ..contract import registry
 from ..contract.interface import Backend
@@ -67,11 +67,11 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
     warm_NK = _check_warm_start(request.warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
     with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
+        checked_seconds, checked = time.monotonic() - started, moment(problem.weights_NK)
         task = Task(problem, shared.certificate, shared.setup(loaded, dtype))
         deadline = None if request.time_limit is None else started + request.time_limit
         limits = Limits(request.tol, request.max_iterations, deadline)
-        synchronize(problem.weights_NK)
-        setup_seconds = time.monotonic() - started
+        set_up = moment(problem.weights_NK)
         last = _last_resort(problem) if automatically and name != _LAST_RESORT else None
         at_first = _patience(task, limits, last)
         outcome = solve_in_chunks(task, at_first, warm_NK, request.batch_size)
@@ -79,7 +79,7 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
             chosen |= _finish(last, shared, task, limits, outcome)
         if at_first is not limits and len(left := outcome.results.unfinished(limits.tol, own_limits=True)) and not limits.expired:
             solve_again(task, limits, outcome, left, None)  # ADMM goes on badly from weights without their multipliers
-    return _assemble(task, outcome, request, chosen, setup_seconds)
+    return _assemble(task, outcome, request, chosen, checked_seconds + seconds_between(checked, set_up))
 
 
 def _last_resort(problem: ColumnQP) -> Backend | None:
@@ -126,7 +126,7 @@ def _assemble(task: Task, outcome: Outcome, request: Request, chosen: dict[str, 
         weights=from_core(outcome.results.weights_NK, problem.place),
         **outcome.results.by_name(),
         tol=request.tol,
-        timing=Timing(setup_seconds, compile_seconds, outcome.solve_seconds - compile_seconds, outcome.audit_seconds),
+        timing=Timing(setup_seconds, compile_seconds, outcome.seconds("solve") - compile_seconds, outcome.seconds("audit")),
         provenance=Provenance(
             backend=backend.loaded.record.name,
             versions=choice.versions(backend.loaded.record),

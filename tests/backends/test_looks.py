@@ -6,7 +6,6 @@ import pytest
 import qprecon
 from qprecon.backends._pcg.looks import Looks
 from qprecon.engine import rounds
-
 from tests.contract.families import real_layer
 
 

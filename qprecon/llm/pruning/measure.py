@@ -73,7 +73,7 @@ class Rebuilt:
     solution: qprecon.Solution | None
     stored: Stored
     adapters: Sequence[Adapter]
-    rounding_seconds: float
+    rounding_spans: Sequence[tuple[Any, Any]]
 
     @property
     def is_adapted(self) -> bool:

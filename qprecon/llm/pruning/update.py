@@ -6,7 +6,6 @@ as columns and share one prepared H, so that what depends on H only (factors, th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 import qprecon
-from qprecon.arrays.interop import synchronize
+from qprecon.arrays.interop import moment, seconds_between
 from qprecon.contract.plugins import working_on
 from qprecon.llm.lowbit.adapter import Adapter, Attempt, alternated, attach
 from qprecon.llm.lowbit.rounding import on_their_grid
@@ -50,8 +49,8 @@ def prune_parts(
     parts: Sequence[Part], grams: BlockGrams, method: Method, prepared: qprecon.PreparedHessian | None = None
 ) -> list[Draft]:
     """Prune layers that share H, or some of their columns, in place. `prepared`: their H, where other parts need it too."""
-    clock, last = [time.perf_counter()], prepared is None
     views, tokens = [part.view for part in parts], grams.tokens(parts[0].view)
+    clock, last = [moment(views[0].parameter)], prepared is None
     prepared = prepared or qprecon.prepare(grams.hessian(views[0]), damping=method.damping, samples=tokens)
     idle = tokens == 0 or not prepared.hessian.diagonal_N.any()  # every weight is as good as any other
     asked = asked_weights(views, grams, method.drift, method.residual, method.damping, [part.taken for part in parts])
@@ -62,17 +61,18 @@ def prune_parts(
         parts, asked, prepared, 0 if idle else tokens, method, grams.output_scales, idle_as
     )
     prepared.release(certificate=False, setups=False)  # the solve needs the memory of the selector's factors
-    _lap(clock, asked_NK)
+    clock.append(moment(asked_NK))
     rebuilt = rebuild_parts(parts, asked_NK, prepared, selection, method, idle)
     if last:
         prepared.release()
     before = [_zeros(part) for part in parts]
     stored_NK = write_parts(parts, rebuilt)
-    _lap(clock, asked_NK)
+    clock.append(moment(asked_NK))
     drafts = draft_rows(parts, prepared, tokens, rebuilt, stored_NK, method, remarks, before)
-    _lap(clock, asked_NK)
-    mask, update, measure = (after - before for before, after in zip(clock, clock[1:], strict=False))
-    seconds = Seconds.of(mask, update, measure, rebuilt.solution, rebuilt.rounding_seconds)
+    clock.append(moment(asked_NK))
+    mask, update, measure = map(seconds_between, clock, clock[1:])
+    rounding = sum(seconds_between(*span) for span in rebuilt.rounding_spans)
+    seconds = Seconds.of(mask, update, measure, rebuilt.solution, rounding)
     return [draft.timed(seconds.share(draft.width / asked_NK.shape[1])) for draft in drafts]
 
 
@@ -81,17 +81,14 @@ def rebuild_parts(
     idle: bool,
 ) -> Rebuilt:  # fmt: skip
     """The new weights of parts side by side, on their grid; with adapters the two in turn. idle: H is zero."""
-    views, rounding = [part.view for part in parts], 0.0
+    views, spans = [part.view for part in parts], list[tuple[Any, Any]]()
 
     def attempt(target_NK: torch.Tensor) -> Attempt:
-        nonlocal rounding
         with working_on(_named(views)):
             new_NK, solution = rebuild(target_NK, prepared, selection, method, idle=idle)
-        span: list[float] = []
-        _lap(span, new_NK)
+        begun = moment(new_NK)
         stored = on_their_grid(views, prepared, target_NK, selection.mask_NK, new_NK, solution, method)
-        _lap(span, new_NK)
-        rounding += span[1] - span[0]
+        spans.append((begun, moment(new_NK)))
         return Attempt(new_NK, solution, stored)
 
     dense_NK, adapters = asked_NK, list[Adapter]()
@@ -101,7 +98,7 @@ def rebuild_parts(
     else:
         found = attempt(asked_NK)
     new_NK, solution, stored = found
-    return Rebuilt(asked_NK, dense_NK, selection.mask_NK, new_NK, solution, stored, adapters, rounding)
+    return Rebuilt(asked_NK, dense_NK, selection.mask_NK, new_NK, solution, stored, adapters, spans)
 
 
 def _zeros(part: Part) -> torch.Tensor:
@@ -242,9 +239,3 @@ def placed(parts: Sequence[Part]) -> Iterator[tuple[Part, slice]]:
 
 def _beside(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim=1)
-
-
-def _lap(clock: list[float], tensor: torch.Tensor) -> None:
-    """Let the device finish, so that the times are those of the work; a few times a group, never in an inner loop."""
-    synchronize(tensor)
-    clock.append(time.perf_counter())
