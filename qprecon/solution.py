@@ -23,7 +23,8 @@ from .wording import counted
 
 @dataclass(frozen=True)
 class Timing:
-    """Wall-clock seconds: set-up (normalisation, the backend's shared work), compilation, solving, and the audit."""
+    """Seconds once the arguments were checked: set-up (normalisation, the backend's shared work), compilation, solving, and the
+    audit. On a GPU they are the device's, without the work that it had been given before."""
 
     setup: float = 0.0
     compile: float = 0.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 from .interop import Array, Place, device_type
 
 _HOST_BUDGET = 2e9  # bytes of working memory for a chunk on the CPU
-_DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU at least, from which on its units are busy anyway
-_DEVICE_BYTES = 5.6e9  # and as many as come to this, with what an H takes: between two chunks a GPU waits for the host
-OF_PAIR, OF_WEIGHT = 14, 80  # bytes of a solve: for a pair of inputs, for a weight of a chunk
+_DEVICE_ENTRIES = 2**25  # entries of W in a chunk on a GPU, from which on its units are busy anyway
 _LEAST_WIDTH = 256
 _SMALL = 2**29  # bytes that a GPU is not asked for: asking takes it longer than a small layer's product
 # Of torch, of jax, and of the libraries that torch calls on a GPU (CUBLAS_STATUS_ALLOC_FAILED).
@@ -22,7 +20,7 @@ def automatic_width(place: Place, n: int, k: int, bytes_per_column: float) -> in
     if place.device_type == "cuda":
         import torch
 
-        most = max(_LEAST_WIDTH, int(max(_DEVICE_ENTRIES, (_DEVICE_BYTES - OF_PAIR * n * n) / OF_WEIGHT)) // max(n, 1))
+        most = max(_LEAST_WIDTH, _DEVICE_ENTRIES // max(n, 1))
         if k <= most and k * bytes_per_column <= _SMALL:
             return k
         device = place.torch_device  # torch would ask the process's current one

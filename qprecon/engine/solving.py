@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,7 +66,7 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
     warm_NK = _check_warm_start(request.warm_start, problem, dtype)
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
     with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
-        checked_seconds, checked = time.monotonic() - started, moment(problem.weights_NK)
+        checked = moment(problem.weights_NK)
         task = Task(problem, shared.certificate, shared.setup(loaded, dtype))
         deadline = None if request.time_limit is None else started + request.time_limit
         limits = Limits(request.tol, request.max_iterations, deadline)
@@ -79,7 +78,7 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
             chosen |= _finish(last, shared, task, limits, outcome)
         if at_first is not limits and len(left := outcome.results.unfinished(limits.tol, own_limits=True)) and not limits.expired:
             solve_again(task, limits, outcome, left, None)  # ADMM goes on badly from weights without their multipliers
-    return _assemble(task, outcome, request, chosen, checked_seconds + seconds_between(checked, set_up))
+    return _assemble(task, outcome, request, chosen, seconds_between(checked, set_up))
 
 
 def _last_resort(problem: ColumnQP) -> Backend | None:

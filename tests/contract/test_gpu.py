@@ -68,6 +68,22 @@ def test_tall_factors_in_halves(n, rank, k):
         assert ((found - left @ right).abs() / (left.abs() @ right.abs())).max() < 5e-6
 
 
+def test_seconds_are_not_those_of_earlier_work():
+    """A selector's kernels, say, that are still to run when a solve begins."""
+    h_NN, w_NK, mask_NK = (x.cuda() for x in _problem())
+    prepared = qprecon.prepare(h_NN, damping=0.01)
+    prepared.solve(w_NK, mask_NK, "pcg")
+    torch.cuda.synchronize()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    torch.cuda._sleep(10**9)  # cycles: half a second
+    last.record()
+    timing = prepared.solve(w_NK, mask_NK, "pcg").timing
+    asleep = 1e-3 * first.elapsed_time(last)
+    assert asleep > 0.2 and 0.0 < timing.total < 0.5 * asleep
+    assert min(timing.setup, timing.solve, timing.audit) > 0.0
+
+
 @pytest.mark.parametrize("k", [1, 4, 5, 64])
 def test_the_product_of_a_few_wide_vectors(k):
     """One by one or together."""

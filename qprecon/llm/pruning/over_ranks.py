@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 import qprecon
-from qprecon.arrays.memory import OF_PAIR, OF_WEIGHT
 from qprecon.llm.masks import get_selector
 from qprecon.llm.pruning.measure import Draft
 from qprecon.llm.pruning.method import Method
@@ -26,7 +25,7 @@ from qprecon.llm.statistics.block_grams import BlockGrams
 _FEWEST = 8  # columns that are not parted: packed masks of parts then begin at whole bytes
 _LUMPS = 64  # into which a layer is cut at most, where the order is not fixed
 _ENTRIES, _MOST = 2**24, 2**25  # weights of a chunk: where the order is fixed or H is large; at most
-_BYTES = 4.2e9  # of a solve: what is aimed at
+_BYTES, _OF_PAIR, _OF_WEIGHT = 4.2e9, 14, 80  # of a solve: what is aimed at, for a pair of inputs, for a weight of a chunk
 
 
 def prune_groups(
@@ -84,7 +83,7 @@ def _prune(lumps: Sequence[Sequence[Part]], grams: BlockGrams, method: Method, f
 def _in_chunks(method: Method, width: int, n_inputs: int) -> Method:
     """With even chunks. Beside a small H they are those of one process, since each has launches that take time on every rank;
     beside a large one half of them: ranks share a block to need less memory."""
-    entries = min(max((_BYTES - OF_PAIR * n_inputs**2) / OF_WEIGHT, _ENTRIES), _MOST)
+    entries = min(max((_BYTES - _OF_PAIR * n_inputs**2) / _OF_WEIGHT, _ENTRIES), _MOST)
     chunks = max(1, math.ceil(width * n_inputs / entries))
     return replace(method, solve_options={"batch_size": max(1, -(-width // chunks)), **method.solve_options})
 
