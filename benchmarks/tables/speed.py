@@ -41,6 +41,11 @@ PREDICTED_HOST: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("iterations", ("iterations",), "nothing but the sketch", "175"),
 )
 """And for what the host was spared."""
+PREDICTED_STOP: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("iterations", ("iterations",), "stopped by an estimate of the certificate, after any iteration", "160"),
+    ("sketches", ("sketch",), "three power steps, not two", "6"),
+)
+"""And for when a column stops."""
 
 
 def block() -> str:
@@ -61,6 +66,11 @@ def block_halves() -> str:
 def block_host() -> str:
     """And for what the host was spared."""
     return _block("block_profile_host", PREDICTED_HOST)
+
+
+def block_stop() -> str:
+    """And for when a column stops."""
+    return _block("block_profile_stop", PREDICTED_STOP)
 
 
 def _block(name: str, rows: tuple[tuple[str, tuple[str, ...], str, str], ...]) -> str:
@@ -156,6 +166,11 @@ def layer_host() -> str:
     return _layers("layer_host")
 
 
+def layer_stop() -> str:
+    """And before and after columns stopped by an estimate of their certificate."""
+    return _layers("layer_stop")
+
+
 def _layers(name: str) -> str:
     found = load(name)
     body = [
@@ -227,6 +242,12 @@ WHOLE: tuple[tuple[str, str, str | None, str], ...] = (
     ("32 blocks, `fast`: less for the host to do. Solves", "host", "solve", "1.2 s less, with the audits"),
     ("its audits", "host", "audit", ""),
     ("all beside the disk", "host", None, "1.2 s less"),
+    ("8 blocks, `fast`: stopped by an estimate of the certificate; three power steps. Solves", "stop eight", "solve", "0.2 s less"),
+    ("its audits", "stop eight", "audit", ""),
+    ("all beside the disk", "stop eight", None, "0.2 s less"),
+    ("32 blocks, `fast`, on a slower host", "stop", None, ""),
+    ("SmolLM2-135M there", "stop SmolLM2-135M", None, ""),
+    ("Gemma-3-270M there", "stop Gemma-3-270M", None, ""),
 )  # fmt: skip
 """A row: what changed, the runs of ``whole_before_after.json``, the part of their seconds (None: all beside the disk), and what was
 predicted."""
