@@ -40,8 +40,9 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | N
         said = str(dtype).removeprefix("torch.")
         if dtype not in _NAMES or len(dtypes) > 1:
             raise ValueError(f"{name}: quantize needs all layers in one of float32, bfloat16, float16, this is {said}: set dtype")
-        if recipe.quantize in ("nvfp4", "mxfp4") and dtype != torch.bfloat16:
-            raise ValueError(f"{name}: files of {recipe.quantize} are read as bfloat16, the model is {said}: give dtype='bfloat16'")
+        if recipe.quantize in ("nvfp4", "mxfp4") and dtype not in (torch.bfloat16, torch.float32 if model is None else None):
+            what = f"the values of {recipe.quantize} are" if model is None else f"files of {recipe.quantize} are read as"
+            raise ValueError(f"{name}: {what} bfloat16, the model is {said}: give dtype='bfloat16'")
     grid = grid_of(recipe, next(iter(dtypes)))
     assert grid is not None
     size = grid.group_size or 1

@@ -87,6 +87,20 @@ def test_a_mask_that_keeps_all_is_not_chosen():
     assert choose_mask(layer, Pattern.parse(0.5), method, "no token")[1].note == "no token"
 
 
+@pytest.mark.parametrize("quantize", ["nvfp4", "mxfp4"])
+def test_values_of_bfloat16_in_a_model_of_another_dtype(quantize, tmp_path):
+    """float32 holds them in memory, float16 does not; files of them are read as bfloat16."""
+    wide = build("llama", num_hidden_layers=2, intermediate_size=64)
+    report = prune_model(wide, tokens(6), quantize=quantize, **QUICK)
+    for row in report.layers:
+        weight = wide.get_submodule(row.name).weight
+        assert weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float()) and weight.unique().numel() > 8
+    with pytest.raises(ValueError, match=f"files of {quantize} are read as bfloat16, the model is float32"):
+        prune_model(build("llama"), tokens(6), out=tmp_path / "out", quantize=quantize, **QUICK)
+    with pytest.raises(ValueError, match=f"the values of {quantize} are bfloat16, the model is float16"):
+        prune_model(build("llama").half(), tokens(6), quantize=quantize, **QUICK)
+
+
 # Half of the weights with every grid; the other patterns with integers and floats, in groups and in rows.
 @pytest.mark.parametrize(("quantize", "group_size", "pattern"), [
     *[(*grid, "50%") for grid in GRIDS], *[(*grid, "2:4") for grid in GRIDS[1::2]], *[(*grid, "0%") for grid in GRIDS[::2]],
