@@ -153,13 +153,15 @@ def _again(
     """
     if isinstance(raw.reported_status, str):
         return raw
-    chosen = np.flatnonzero(np.logical_or.reduce([raw.reported_status == word for word in words]))
+    chosen_K = np.logical_or.reduce([raw.reported_status == word for word in words])
+    if chunk.max_iterations is not None:
+        chosen_K &= raw.iterations < chunk.max_iterations
+    chosen = np.flatnonzero(chosen_K)
     jacobi = kind == "jacobi_columns"
     wide = not jacobi and len(chosen) <= _FEW and dtype_name(chunk.start_NK) == "float32"
     if not len(chosen) or not (jacobi or wide or raw.extras["precision"] == "fp16"):
         return raw
-    most = chunk.max_iterations
-    most = None if most is None else max(1, most - int(raw.iterations[chosen].max()))
+    most = None if chunk.max_iterations is None else chunk.max_iterations - int(raw.iterations[chosen].max())
     at = like(chosen, hessian_NN)
     step_NK = raw.weights_NK[:, at] - chunk.start_NK[:, at]
     rest_NK = chunk.residual_NK[:, at] - hessian_NN @ step_NK

@@ -26,7 +26,10 @@ from .in_progress import InProgress, numbers_may_fail
 from .results import LIMITS, Results
 from .shared import BackendSetup
 
-_ROUNDS = 8  # audited rounds at most; a column's gap must shrink by a fifth for there to be another
+_ROUNDS = 8  # audited rounds at most
+_IN_VAIN = 2
+"""Rounds in a row that bring no column nearer, after which there is none. A certificate may become worse as f becomes better, and
+where the backend's estimate is far off, the next tolerance is too."""
 _FIRST = 0.25  # of the tolerance is what the first round asks for: an iteration more costs less than a second round
 _AUDIT_BYTES = 8 * 10  # the audit's float64 temporaries, per entry of W
 
@@ -49,11 +52,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: certified gap, iterations a call of the backend, ``time.monotonic()`` seconds."""
+    """When to stop: certified gap, iterations of a column, ``time.monotonic()`` seconds."""
 
     tol: float
     max_iterations: int | None
     deadline: float | None
+
+    def left(self, used_K: np.ndarray) -> int | None:
+        """Iterations that columns have which took so many already."""
+        return None if self.max_iterations is None else self.max_iterations - int(used_K.max(initial=0))
 
     @property
     def expired(self) -> bool:
@@ -131,29 +138,48 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
     chunk = InProgress.begin(problem, task.cert, start, columns)
     clock = out.lap(clock, "audit")
     local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
-    tolerance = _FIRST * limits.tol
+    tolerance, in_vain, goes_on = _FIRST * limits.tol, 0, task.backend.loaded.capabilities.warm_start
     for round_ in range(_ROUNDS):
+        local = _within_limits(limits, chunk.results, local)
         if not len(local):
-            break
-        if limits.expired:
-            chunk.results.reported_status[local] = "time_limit"
             break
         raw, answer_NK = _run(task, limits, chunk, local, tolerance)
         clock = out.lap(clock, "solve")
         out.add_extras(raw.extras)
-        before_K = chunk.results.relative_gap[local]
+        before = chunk.results.relative_gap[local], chunk.figures.value[local]
         chunk.accept(local, raw, answer_NK)
         clock = out.lap(clock, "audit")
-        after_K = chunk.results.relative_gap[local]
-        failing_K = (after_K > limits.tol) & ~_stopped(raw, len(local))
-        if not _worth_another(task, before_K, after_K, failing_K, round_):
-            break
+        failing_K = (chunk.results.relative_gap[local] > limits.tol) & ~_stopped(raw, len(local))
+        in_vain = 0 if round_ == 0 or _nearer(chunk, local, before, limits.tol)[failing_K].any() else in_vain + 1
         local = local[failing_K]
-        tolerance *= _tightening(after_K[failing_K], limits.tol)
+        if not len(local) or not goes_on or in_vain == _IN_VAIN:
+            break
+        tolerance *= _tightening(chunk.results.relative_gap[local], limits.tol)
     chunk.certify_starts(limits.tol)
     check_squared_error(task.cert, start, chunk.figures, columns)
     out.results.put(columns, chunk.finish(limits.tol))
     out.lap(clock, "audit")
+
+
+def _within_limits(limits: Limits, results: Results, local: np.ndarray) -> np.ndarray:
+    """Those of the local columns that may go on; the others are said to have met a limit."""
+    if limits.expired:
+        results.reported_status[local] = "time_limit"
+        return local[:0]
+    if limits.max_iterations is None:
+        return local
+    spent_K = results.iterations[local] >= limits.max_iterations
+    results.reported_status[local[spent_K]] = "iteration_limit"
+    return local[~spent_K]
+
+
+def _nearer(chunk: InProgress, local: np.ndarray, before: tuple[np.ndarray, np.ndarray], tol: float) -> np.ndarray:
+    """(K,) whether a round lowered a column's certified gap by a fifth, or f by a tenth of the tolerance."""
+    gap_K, value_K = before
+    after_K = chunk.results.relative_gap[local]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        unit_K = chunk.figures.gap_bound[local] / after_K  # of relative gaps
+        return (after_K < 0.8 * gap_K) | (value_K - chunk.figures.value[local] > 0.1 * tol * unit_K)
 
 
 def _tightening(gap_K: np.ndarray, tol: float) -> float:
@@ -185,7 +211,7 @@ def _run(
             lower_NK=scaled(problem.lower_NK),
             upper_NK=scaled(problem.upper_NK),
             tolerance=tolerance,
-            max_iterations=limits.max_iterations,
+            max_iterations=limits.left(chunk.results.iterations[local]),
             deadline=limits.deadline,
         )
         raw = backend.solve_chunk(given)
@@ -198,12 +224,3 @@ def _stopped(raw: RawColumns, count: int) -> np.ndarray:
     """Columns that a limit stopped, (K,) bool."""
     words = [raw.reported_status] if isinstance(raw.reported_status, str) else raw.reported_status.tolist()
     return np.broadcast_to([word in LIMITS for word in words], (count,))
-
-
-def _worth_another(task: Task, before_K: np.ndarray, after_K: np.ndarray, failing_K: np.ndarray, round_: int) -> bool:
-    """Another round helps only columns that no limit stopped, of a backend that continues and still makes progress."""
-    if not failing_K.any():
-        return False
-    if not task.backend.loaded.capabilities.warm_start:
-        return False
-    return round_ == 0 or bool((after_K[failing_K] < 0.8 * before_K[failing_K]).any())

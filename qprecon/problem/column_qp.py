@@ -32,8 +32,8 @@ class ColumnQP:
             (a square layer given the wrong way round cannot be noticed).
         mask_NK: (N, K), True or 1 = kept; a sparse array (scipy, torch) is taken too.
         rhs_NK: right-hand side b, (N, K); None means Hw.
-        lower_NK, upper_NK: bounds on the new weights ŵ, scalars or broadcastable to (N, K), applied to kept entries; None means
-            unbounded.
+        lower_NK, upper_NK: bounds on the new weights ŵ, scalars or broadcastable to (N, K), applied to kept entries; None, or
+            infinite everywhere, means unbounded.
         damping: δ ≥ 0; λ = δ · mean(diag H) is added to the quadratic term as a ridge towards w. A ``Hessian`` has its own.
         constant_K: (K,) what makes f with an explicit rhs zero for weights that give the target exactly, ‖target‖²; None: unknown.
 
@@ -197,6 +197,8 @@ def _bound(bound: Any, place: Place, weights_NK: Array, name: str) -> Array | No
     bound = floating(bound, place, name)
     xp = namespace(weights_NK)
     try:
-        return xp.broadcast_to(bound, tuple(weights_NK.shape))
+        bound_NK = xp.broadcast_to(bound, tuple(weights_NK.shape))
     except (ValueError, RuntimeError):
         raise ValueError(f"{name} of shape {tuple(bound.shape)} does not broadcast to W's {tuple(weights_NK.shape)}") from None
+    # infinite everywhere: as if none were given, so that backends without bounds can be asked
+    return None if bool((bound == (-np.inf if name == "lower" else np.inf)).all()) else bound_NK

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays.interop import cast, namespace, to_numpy
+from ..arrays.interop import cast, dtype_name, namespace, to_numpy
 from ..problem.column_qp import ColumnQP
 from ..status import Status
 from ..wording import more_damping
@@ -58,6 +58,8 @@ def _remedy(status: Status, solve: Circumstances, gap_K: np.ndarray) -> str | No
         ways.append(f"backend={exact[0]!r}")
     elif status is Status.FELL_BACK:
         ways.append("another backend")
+    if status is Status.FELL_BACK and problem is not None and dtype_name(problem.hessian_NN) != "float64":
+        ways.append("an H that was summed in float64 (qprecon.gram)")  # its rounding may be more than what is gained
     return "use " + " or ".join(filter(None, [", ".join(ways), damping]))
 
 

@@ -247,3 +247,17 @@ def test_arrays_that_torch_does_not_know() -> None:
 def test_no_backends_own_option_is_taken_for_a_misspelt_argument():
     owned = {name for record in registry.BUILT_IN for name in option_names(registry._kind(importlib.import_module(record.target)))}
     assert owned and not [name for name in owned if difflib.get_close_matches(name, registry._COMMON, cutoff=registry._MISSPELT)]
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor])
+def test_bounds_that_are_infinite_everywhere_are_none(convert):
+    """For backends that take no bounds; one finite bound is one."""
+    rng = np.random.default_rng(0)
+    x_TN, w_NK = rng.standard_normal((30, 6)), rng.standard_normal((6, 3))
+    given = {"H": convert(x_TN.T @ x_TN), "W": convert(w_NK), "mask": convert(rng.random((6, 3)) < 0.5), "backend": "cholesky"}
+    free = qprecon.solve(**given)
+    for lower in (-np.inf, convert(np.full((6, 1), -np.inf))):
+        solution = qprecon.solve(**given, lower=lower, upper=np.inf)
+        assert solution.optimal.all() and np.array_equal(np.asarray(solution.weights), np.asarray(free.weights))
+    with pytest.raises(qprecon.UnsupportedError, match="bounds"):
+        qprecon.solve(**given, lower=convert(np.where(np.arange(6) == 2, -5.0, -np.inf)[:, None]))

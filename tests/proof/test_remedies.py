@@ -18,8 +18,8 @@ MASK = RNG.random((6, 4)) < 0.6
 ONE = np.ones((3, 1))
 
 
-def problem(damping=0.0, **more):
-    return qprecon.prepare(H, damping=damping).problem(W, MASK, **more)
+def problem(damping=0.0, dtype="float64", **more):
+    return qprecon.prepare(H.astype(dtype), damping=damping).problem(W, MASK, **more)
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.01])
@@ -71,6 +71,10 @@ def test_bounds_on_the_side_that_an_rhs_pulls_to_make_a_minimum():
         ("INACCURATE", "piqp", "float64", {"lower": 0.0}, 0.1, "use a larger tol or damping, e.g. 0.01"),
         ("FELL_BACK", "pcg", "float32", {}, 0.1, "use dtype='float64', backend='cholesky' or damping, e.g. 0.01"),
         ("FELL_BACK", "cholesky", "float64", {"damping": 0.01}, 0.1, "use another backend or more damping"),
+        (
+            "FELL_BACK", "cholesky", "float64", {"dtype": "float32"}, 0.1,
+            "use another backend, an H that was summed in float64 (qprecon.gram) or damping, e.g. 0.01",
+        ),
         ("UNCERTIFIED", "cholesky", "float64", {}, 2.0, "add damping, e.g. 0.01"),
         ("UNCERTIFIED", "cholesky", "float64", {"damping": 1e-15}, 2.0, "add more damping, e.g. 0.01"),
         ("ITERATION_LIMIT", "pcg", "float64", {}, 2.0, "raise max_iterations"),
