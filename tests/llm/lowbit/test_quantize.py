@@ -192,7 +192,6 @@ def test_what_cannot_be_quantized_is_named_before_the_run(tmp_path):
     model, windows = build("llama"), tokens(6)
     for settings, word in (
         ({"quantize": "int4"}, r"layers\.0\.self_attn\.q_proj.*128.*32.*group_size=16"),
-        ({"quantize": "nvfp4"}, "nvfp4.*bfloat16"),
         ({"quantize": "int5"}, "int5"),
         ({"quantize": "nvfp4", "group_size": 32}, "group_size"),
         ({"group_size": 16}, "group_size.*quantize"),
