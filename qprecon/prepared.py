@@ -278,7 +278,7 @@ def solve(
         lower, upper: bounds on the new weights ŵ, scalar or broadcastable to (N, K); kept entries only. Rounded to ``dtype``.
         damping: δ ≥ 0. 0.01 is usual and makes the answer unique and certifiable.
         tol: certified relative gap that makes a column ``OPTIMAL``.
-        max_iterations, time_limit: of a column; seconds for the call, compilation is not cut short (docs/backends.md).
+        max_iterations, time_limit: of a column (adam: for each rate); seconds, compilation is not cut short (docs/backends.md).
         warm_start: (N, K) weights to start from, finite where kept, if the backend can; also what a column falls back to where
             it beats the masked weights.
         batch_size: columns solved together; by default as many as memory allows.

@@ -182,7 +182,7 @@ class Solution:
             if self.problem is not None and self.problem.constant_K is not None:  # a squared error, but for its rounding
                 end = max(end, 0.0)
             if np.isfinite(end - start) and (start > 0 or self._can_be_negative()):
-                ratio = "" if self._can_be_negative() else f" ({end / start:.3f} of the masked weights')"
+                ratio = "" if self._can_be_negative() else f" ({max(end, 0.0) / start:.3f} of the masked weights')"
                 lines.append(f"objective {start:.4g} -> {end:.4g}{ratio}")
         solve = Circumstances(self.provenance.backend, self.provenance.dtype, self.problem)
         lines += advice(solve, self.status, self.relative_gap)

@@ -97,6 +97,8 @@ def test_the_summary_has_no_ratio_where_objectives_can_be_negative() -> None:
     constant = (arguments["W"] * rhs).sum(0) * 1.01
     assert "of the masked weights')" in qprecon.solve(**arguments).summary()
     assert "of the masked weights')" in qprecon.solve(**arguments, rhs=rhs, constant=constant).summary()
+    below = dataclasses.replace(solution := qprecon.solve(**arguments), objective=-1e-14 * solution.baseline_objective)
+    assert "(0.000 of the masked weights')" in below.summary()  # what rounding leaves of an f of 0
     assert "objective " in (said := qprecon.solve(**arguments, rhs=rhs).summary()) and "of the masked" not in said
 
 
