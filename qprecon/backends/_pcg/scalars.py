@@ -10,10 +10,10 @@ from ...arrays.interop import Array, cast, namespace, to_numpy
 
 OF_LOW_RANK, OF_DIAGONAL = 0.9, 2.0
 """What the estimate of the gap is multiplied by. A gap is certified as rᵀA⁻¹r, with all inputs in A, where rᵀz has only the kept
-ones in C. rᵀC⁻¹r with all inputs, which a low rank gives at little cost, times 1.2 to 2.5 is the certificate of most real layers,
-times 4.5 that of one. The core asks for a quarter of its tolerance at first, so that this margin takes it for 3.6 times: with 3
-times a few of thousands of columns took a second round. A diagonal knows nothing of the other inputs; there the energy error left
-is about twice rᵀz."""
+ones in C. rᵀC⁻¹r with all inputs, which a low rank gives at little cost, times 1.1 to 4.0 is the certificate of a real layer's
+columns (tests/backends/test_looks.py; rᵀz times 1.2 to 14). The core asks for a quarter of its tolerance at first, so that this
+margin takes it for 3.6 times: with 3 times a few of thousands of columns took a second round. A diagonal knows nothing of the other
+inputs; there the energy error left is about twice rᵀz."""
 LEAST = 1e-6  # of the start's objective, in whose units columns are given, that errors are relative to
 
 
