@@ -48,32 +48,8 @@ PREDICTED_STOP: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 """And for when a column stops."""
 
 
-def block() -> str:
-    """GPU milliseconds of one block of the 8B shape by part, before and after in one run."""
-    return _block("block_profile_before_after", PREDICTED)
-
-
-def block_passes() -> str:
-    """The same for the changes after those, from two machines of one kind."""
-    return _block("block_profile_passes", PREDICTED_PASSES)
-
-
-def block_halves() -> str:
-    """And for those after them."""
-    return _block("block_profile_halves", PREDICTED_HALVES)
-
-
-def block_host() -> str:
-    """And for what the host was spared."""
-    return _block("block_profile_host", PREDICTED_HOST)
-
-
-def block_stop() -> str:
-    """And for when a column stops."""
-    return _block("block_profile_stop", PREDICTED_STOP)
-
-
-def _block(name: str, rows: tuple[tuple[str, tuple[str, ...], str, str], ...]) -> str:
+def block(name: str, rows: tuple[tuple[str, tuple[str, ...], str, str], ...]) -> str:
+    """GPU milliseconds of one block of the 8B shape by part, before and after, of the results of this name."""
     before, after = (load(name)[when] for when in ("before", "after"))
 
     def spent(found: dict[str, Any], parts: tuple[str, ...]) -> float:
@@ -156,22 +132,8 @@ def layers() -> str:
     return table(head, body) + f"\n\n{note} {found['about']['gpu']}, {found['about']['date']}."
 
 
-def layer_halves() -> str:
-    """Single layers before and after products in halves, on two machines of one kind."""
-    return _layers("layer_halves")
-
-
-def layer_host() -> str:
-    """And before and after the host was spared."""
-    return _layers("layer_host")
-
-
-def layer_stop() -> str:
-    """And before and after columns stopped by an estimate of their certificate."""
-    return _layers("layer_stop")
-
-
-def _layers(name: str) -> str:
+def layer_calls(name: str) -> str:
+    """Milliseconds of single layers before and after, of the results of this name."""
     found = load(name)
     body = [
         [

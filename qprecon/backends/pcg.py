@@ -209,7 +209,7 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         if ops.is_rough and iteration - looks.better_at >= _PATIENCE:
             status = "stalled"
             break
-        if ops.is_rough and columns > 2 * _FEW and looks.few_for(iteration) >= _WITH_THE_LAST and iteration != limit:
+        if ops.is_rough and columns > 2 * _FEW and looks.few_for >= _WITH_THE_LAST and iteration != limit:
             status = _FEW_LEFT
             break
         if chunk.deadline is not None and time.monotonic() >= chunk.deadline:

@@ -15,17 +15,17 @@ class Looks:
         most: iterations from one look to the next at most.
         few: so many columns are few.
         next: the iteration after which to look again.
-        left, worst: columns that go on, and how many times too large the largest estimate of theirs is.
-        better_at: the iteration after which ``worst`` was last clearly below all before.
+        left: columns that go on.
+        better_at: the iteration after which the worst of them was last clearly nearer to its goal than ever before.
     """
 
     most: int
     few: int
     next: int = 0
     left: int = 0
-    worst: float = np.inf
     better_at: int = 0
     _at: int = 0
+    _worst: float = np.inf
     _best: float = np.inf
     _few_since: int | None = None
 
@@ -33,9 +33,9 @@ class Looks:
         self.next = self.most
 
     def note(self, iteration: int, worst: float, left: int) -> None:
-        """What is seen after this iteration."""
-        self.next = iteration + self._wait(worst, self.worst, iteration - self._at)
-        self._at, self.worst, self.left = iteration, worst, left
+        """What is seen after this iteration. worst: how many times too large the largest estimate is."""
+        self.next = iteration + self._wait(worst, iteration - self._at)
+        self._at, self._worst, self.left = iteration, worst, left
         if worst < 0.9 * self._best:
             self.better_at, self._best = iteration, worst
         if left > self.few:
@@ -43,12 +43,13 @@ class Looks:
         elif self._few_since is None:
             self._few_since = iteration
 
-    def few_for(self, iteration: int) -> int:
+    @property
+    def few_for(self) -> int:
         """For how many iterations at most ``few`` columns have gone on."""
-        return 0 if self._few_since is None else iteration - self._few_since
+        return 0 if self._few_since is None else self._at - self._few_since
 
-    def _wait(self, worst: float, before: float, iterations: int) -> int:
-        """Iterations until the worst is done at the rate at which it has come nearer."""
-        if not 1.0 < worst < before < np.inf:
+    def _wait(self, worst: float, iterations: int) -> int:
+        """Iterations until the worst is done at the rate at which it has come nearer since the last look, so many before."""
+        if not 1.0 < worst < self._worst < np.inf:
             return self.most
-        return int(np.clip(np.ceil(iterations * np.log(worst) / np.log(before / worst)), 1, self.most))
+        return int(np.clip(np.ceil(iterations * np.log(worst) / np.log(self._worst / worst)), 1, self.most))

@@ -44,9 +44,24 @@ class LowRank:
     diagonal_N: Array  # diag(H − FFᵀ) + λ, positive
 
     @functools.cached_property
+    def inverse_N1(self) -> Array:
+        """D⁻¹."""
+        return (1.0 / self.diagonal_N)[:, None]
+
+    @functools.cached_property
+    def root_N1(self) -> Array:
+        """D^-½."""
+        return self.inverse_N1**0.5
+
+    @functools.cached_property
+    def root_Nr(self) -> Array:
+        """D^-½F."""
+        return self.factor_Nr * self.root_N1
+
+    @functools.cached_property
     def whole_rr(self) -> Array:
         """(I + FᵀD⁻¹F)⁻¹, K of a column that keeps all inputs."""
-        return _whole(self.factor_Nr * (1.0 / self.diagonal_N)[:, None] ** 0.5)
+        return _whole(self.root_Nr)
 
     @functools.cached_property
     def pairs(self) -> Pairs:
@@ -71,7 +86,7 @@ class Preconditioner:
         v_rK = self.scaled.project(residual_NK)
         t_rK = (self.inner_Krr @ v_rK.T[:, :, None])[:, :, 0].T
         beyond_K = (v_rK * (t_rK - self.whole_rr @ v_rK)).sum(0)  # vᵀ(K_j − K)v, not negative but for rounding
-        return self.scaled.expand(t_rK), namespace(v_rK).maximum(beyond_K, 0.0 * beyond_K)
+        return self.scaled.expand(t_rK), namespace(v_rK).maximum(beyond_K, namespace(v_rK).zeros_like(beyond_K))
 
     def take(self, index: Array) -> Preconditioner:
         """Of some of the columns."""
@@ -140,10 +155,8 @@ def jacobi(hessian_NN: Array) -> Preconditioner:
 
 def for_columns(shared: LowRank, mask_NK: Array, factor: type[Factor | FactorInHalves] = Factor) -> Preconditioner:
     """The preconditioner of columns with these masks, (N, K) bool; ``factor`` makes the products with D⁻¹F."""
-    inverse_N1 = (1.0 / shared.diagonal_N)[:, None]
-    root_N1 = inverse_N1**0.5
-    root_Nr = shared.factor_Nr * root_N1
-    return Preconditioner(inverse_N1, factor(root_Nr, root_N1), _inner(root_Nr, mask_NK, shared.pairs), shared.whole_rr)
+    scaled, inner_Krr = factor(shared.root_Nr, shared.root_N1), _inner(shared.root_Nr, mask_NK, shared.pairs)
+    return Preconditioner(shared.inverse_N1, scaled, inner_Krr, shared.whole_rr)
 
 
 def for_few_columns(shared: LowRank, mask_NK: Array) -> Preconditioner:

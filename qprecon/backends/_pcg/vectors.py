@@ -73,7 +73,7 @@ class Plain:
         z_NK, correction = r_NK * self.apply.inverse_diagonal_N1, self.apply.correction(r_NK)
         if correction is None:
             rz_K = column_dots(r_NK, z_NK)
-            return z_NK, rz_K, 0.0 * rz_K
+            return z_NK, rz_K, namespace(rz_K).zeros_like(rz_K)
         w_NK, beyond_K = correction
         w_NK *= self.mask_NK
         z_NK -= w_NK

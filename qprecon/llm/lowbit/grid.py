@@ -36,11 +36,12 @@ def check_grid(recipe: Recipe, views: Sequence[LinearView], model: nn.Module | N
     if recipe.quantize == "none":
         return
     dtypes = {view.dtype: view.name for view in views}
+    hold_bfloat16 = (torch.bfloat16,) if model is not None else (torch.bfloat16, torch.float32)
     for dtype, name in dtypes.items():
         said = str(dtype).removeprefix("torch.")
         if dtype not in _NAMES or len(dtypes) > 1:
             raise ValueError(f"{name}: quantize needs all layers in one of float32, bfloat16, float16, this is {said}: set dtype")
-        if recipe.quantize in ("nvfp4", "mxfp4") and dtype not in (torch.bfloat16, torch.float32 if model is None else None):
+        if recipe.quantize in ("nvfp4", "mxfp4") and dtype not in hold_bfloat16:
             what = f"the values of {recipe.quantize} are" if model is None else f"files of {recipe.quantize} are read as"
             raise ValueError(f"{name}: {what} bfloat16, the model is {said}: give dtype='bfloat16'")
     grid = grid_of(recipe, next(iter(dtypes)))
