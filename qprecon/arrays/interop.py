@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +199,23 @@ def to_numpy(x: Any) -> np.ndarray:
         x = x.detach().cpu()
         return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
     return np.asarray(x)
+
+
+def fetched(x: Array) -> Callable[[], np.ndarray]:
+    """``to_numpy``, begun: what it returns gives the array, and waits for it but for nothing that the device is asked for later."""
+    if device_type(x) != "cuda":
+        here = to_numpy(x)
+        return lambda: here
+    torch = sys.modules["torch"]
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)  # by way of other memory the copy would be waited for
+    host.copy_(x.detach(), non_blocking=True)
+    arrived = moment(x)
+
+    def wait() -> np.ndarray:
+        arrived.synchronize()
+        return to_numpy(host)
+
+    return wait
 
 
 def dtype_name(x: Array) -> str:

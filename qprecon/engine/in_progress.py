@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..arrays.chunks import compose, filled, in_numpy, within
 from ..arrays.interop import Array, like, namespace
 from ..contract.interface import RawColumns
 from ..problem.column_qp import ColumnQP
-from ..proof.audit import Figures, audit
+from ..proof.audit import Figures, audit, audit_begun
 from ..proof.factor import Certificate
 from ..proof.improvement import sharpen, surely_better
 from ..proof.starting_point import Start
@@ -61,15 +62,19 @@ class InProgress:
         """The best weights so far."""
         return self.results.weights_NK
 
-    def accept(self, local: np.ndarray, raw: RawColumns, answer_NK: Array) -> None:
-        """Audit the answers to the local columns and keep each where it is no worse than what was there."""
+    def audit_begun(self, local: np.ndarray, answer_NK: Array) -> Callable[[], Figures]:
+        """The audit of the answers to the local columns, begun."""
+        with numbers_may_fail():
+            return audit_begun(self.problem, self.cert, answer_NK, compose(self.columns, local, self.weights_NK))
+
+    def accept(self, local: np.ndarray, raw: RawColumns, answer_NK: Array, fresh: Figures) -> None:
+        """Keep each of the answers to the local columns, with its figures, where it is no worse than what was there."""
         results, start, some, here = self.results, self.start, within(local, self.weights_NK), in_numpy(local, self.weights_NK)
         first = results.reported_status[local[0]] == NOT_RUN  # as all of them: a later round is of some of the first one's columns
         results.reported_status[here] = raw.reported_status
         results.iterations[here] += raw.iterations
         columns = compose(self.columns, local, self.weights_NK)
         with numbers_may_fail():
-            fresh = audit(self.problem, self.cert, answer_NK, columns)
             masked = start.masked.take(here, some)
             if sharpen(self.problem, self.cert, masked, answer_NK, fresh, columns):
                 start.masked.put_values(here, masked)

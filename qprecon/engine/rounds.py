@@ -7,6 +7,7 @@ still too large go on from where they are, with a tolerance tightened by as much
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..contract.answers import checked_bytes
 from ..contract.interface import Chunk, RawColumns
 from ..problem.column_qp import ColumnQP
 from ..proof.factor import Certificate
-from ..proof.starting_point import check_squared_error, find_start
+from ..proof.starting_point import Start, check_squared_error, start_begun
 from ..status import Status
 from .in_progress import InProgress, numbers_may_fail
 from .results import LIMITS, Results
@@ -69,6 +70,37 @@ class Limits:
 
 
 @dataclass(eq=False)
+class Ahead:
+    """The start of the chunk that comes next: the device finds it while the host reads the audit of the one before.
+
+    Attributes:
+        columns, begun: of which chunk it is, and what gives it; None where none is begun.
+    """
+
+    task: Task
+    warm_NK: Array | None
+    columns: Any = None
+    begun: Callable[[], Start] | None = None
+
+    def begin(self, following: list[Any]) -> None:
+        """Begin the start of the chunk that follows, if one does and there is room for it."""
+        for columns in following:
+            try:
+                self.begun, self.columns = self._begun(columns), columns
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+
+    def start_of(self, columns: Any) -> Start:
+        """The start of these columns."""
+        begun, self.begun = self.begun if columns is self.columns else None, None
+        return (begun or self._begun(columns))()
+
+    def _begun(self, columns: Any) -> Callable[[], Start]:
+        return start_begun(self.task.problem, self.task.cert, self.task.backend.dtype, self.warm_NK, columns)
+
+
+@dataclass(eq=False)
 class Outcome:
     """Results of all columns; what was chosen automatically and what backends said besides; from when to when what was done."""
 
@@ -103,15 +135,17 @@ def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_siz
     if not batch_size:
         out.automatic["batch_size"] = size
     pending = list(slices(np.flatnonzero(~bad_K), size, contiguous=not bad_K.any()))
+    ahead = Ahead(task, warm_NK)
     while pending:
         columns = pending.pop(0)
         try:
-            _solve_chunk(task, limits, warm_NK, columns, out)
+            _solve_chunk(task, limits, ahead, columns, out, pending[:1])
             continue
         except Exception as error:
             if not out_of_memory(error) or width_of(columns) == 1:
                 raise
         # Outside of the handler: the exception holds every array of the frames that it came through.
+        ahead = Ahead(task, warm_NK)
         release(problem.weights_NK)
         half = (width_of(columns) + 1) // 2
         out.automatic["batch_size"] = f"{half}, halved after running out of memory at {width_of(columns)}"
@@ -125,16 +159,16 @@ def solve_again(task: Task, limits: Limits, out: Outcome, columns: np.ndarray, w
     results = out.results
     iterations, fell_back, status = (x[columns].copy() for x in (results.iterations, results.fell_back, results.status))
     for part in slices(np.arange(len(columns)), task.automatic_width(), contiguous=True):
-        _solve_chunk(task, limits, warm_NK, columns[part], out)
+        _solve_chunk(task, limits, Ahead(task, warm_NK), columns[part], out, [])
     results.iterations[columns] += iterations
     kept_K = results.fell_back[columns] & ~fell_back  # what was there before was no fallback and stays
     results.status[columns[kept_K]] = status[kept_K]
     results.fell_back[columns] &= fell_back
 
 
-def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any, out: Outcome) -> None:
+def _solve_chunk(task: Task, limits: Limits, ahead: Ahead, columns: Any, out: Outcome, following: list[Any]) -> None:
     problem, clock = task.problem, moment(out.results.weights_NK)
-    start = find_start(problem, task.cert, task.backend.dtype, warm_NK, columns)
+    start = ahead.start_of(columns)
     chunk = InProgress.begin(problem, task.cert, start, columns)
     clock = out.lap(clock, "audit")
     local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
@@ -147,7 +181,10 @@ def _solve_chunk(task: Task, limits: Limits, warm_NK: Array | None, columns: Any
         clock = out.lap(clock, "solve")
         out.add_extras(raw.extras)
         before = chunk.results.relative_gap[local], chunk.figures.value[local]
-        chunk.accept(local, raw, answer_NK)
+        arrives = chunk.audit_begun(local, answer_NK)
+        if round_ == 0:
+            ahead.begin(following)
+        chunk.accept(local, raw, answer_NK, arrives())
         clock = out.lap(clock, "audit")
         failing_K = (chunk.results.relative_gap[local] > limits.tol) & ~_stopped(raw, len(local))
         in_vain = 0 if round_ == 0 or _nearer(chunk, local, before, limits.tol)[failing_K].any() else in_vain + 1

@@ -15,16 +15,18 @@ Rounding is counted. Where A is positive semidefinite |A_ij| ≤ √(A_ii A_jj),
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..arrays.interop import Array, cast, like, namespace, to_numpy
+from ..arrays.interop import Array, cast, fetched, like, namespace, to_numpy
 from ..arrays.linalg import column_norms, solve_lower
 from ..problem.column_qp import ColumnQP
 from .factor import Certificate, gamma, own_factor
-from .passes import TINY, Seen, fused, look
+from .passes import TINY, fused, look
 from .triangular import BLOCKS_FROM
 
 FLOOR = 1e-6
@@ -94,17 +96,29 @@ def audit(
     Without ``certify`` the gap bound is only what costs nothing: f itself for the default rhs, otherwise infinite. rough: for
     float32 on a GPU the product with H may be float32's, see ``passes.look``; nothing is certified then.
     """
+    return audit_begun(problem, cert, weights_NK, columns, certify=certify, rough=rough)()
+
+
+def audit_begun(
+    problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any = slice(None), *, certify: bool = True,
+    rough: bool = False,
+) -> Callable[[], Figures]:  # fmt: skip
+    """``audit``, begun: the device has been asked for all that it has to do, and of the large arrays ρ alone is kept."""
     n, k = weights_NK.shape
     piece = 2 * _PIECE if fused(problem, weights_NK) else _PIECE  # the kernels leave a third of the temporaries
     width = max(1, piece // max(n, 1))
     pieces = [slice(first, min(first + width, k)) for first in range(0, k, width)] or [slice(0, 0)]
     rho_NK, rough = namespace(weights_NK).empty_like(weights_NK), rough and not certify
-    figures = [
-        _audit_piece(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify, rough)
+    begun = [
+        _piece_begun(problem, cert, weights_NK[:, piece], _part(columns, piece, k), rho_NK[:, piece], certify, rough)
         for piece in pieces
     ]
-    joined = (np.concatenate(parts) for parts in zip(*figures, strict=True))
-    return Figures(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
+
+    def figures() -> Figures:
+        joined = (np.concatenate(parts) for parts in zip(*(finish() for finish in begun), strict=True))
+        return Figures(**dict(zip(_FIGURES, joined, strict=True)), rho_NK=rho_NK)
+
+    return figures
 
 
 def _part(columns: Any, piece: slice, k: int) -> Any:
@@ -115,20 +129,41 @@ def _part(columns: Any, piece: slice, k: int) -> Any:
     return columns[piece]
 
 
-def _audit_piece(
+def _piece_begun(
     problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool, rough: bool
-) -> tuple[np.ndarray, ...]:
+) -> Callable[[], tuple[np.ndarray, ...]]:
     seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK, rough), problem.mask_NK[:, columns]
     norm = _norm(problem, cert, seen.free_NK) if certify and cert.factor_NN is not None else None
-    host = _on_host(seen, norm)
+    there = {name: array for name, array in vars(seen).items() if name.endswith("_K") and array is not None}
+    if norm is not None:
+        there |= {"norm_K": norm.norm_K} | ({} if norm.unbounded_K is None else {"unbounded_K": norm.unbounded_K})
+    # one look at the device, and no small operations on it
+    arrives = fetched(namespace(seen.value_K).stack([cast(array, "float64") for array in there.values()]))
+    error, names, solving = seen.error, list(there), None if norm is None else norm.solving
+    free_NK = seen.free_NK if certify and norm is None else None
+
+    def finish() -> tuple[np.ndarray, ...]:
+        host = dict(zip(names, arrives(), strict=True))
+        quadratic = functools.partial(_quadratic_term, problem, cert, free_NK, mask_NK, solving) if certify else None
+        return _numbers(problem, cert, host, error, quadratic)
+
+    if free_NK is None:
+        return finish
+    numbers = finish()  # by factors of single columns, on the host: not to keep s of all pieces
+    return lambda: numbers
+
+
+def _numbers(
+    problem: ColumnQP, cert: Certificate, host: dict[str, np.ndarray], error: float, quadratic: Callable[..., np.ndarray] | None
+) -> tuple[np.ndarray, ...]:
+    """``_FIGURES`` from what was seen of columns, by name; what is None is left out. quadratic: see ``_quadratic_term``."""
     value_K, mass_K, zero_K = host["value_K"], host["mass_K"], np.zeros_like(host["value_K"])
     reach_K, price_K = host.get("reach_K", mass_K), host.get("price_K", zero_K)
     with np.errstate(over="ignore", invalid="ignore"):
-        rounding_K = 2.0 * seen.error * host.get("noise_K", mass_K**2)
+        rounding_K = 2.0 * error * host.get("noise_K", mass_K**2)
         gap_K = zero_K + np.inf
-        if certify:
-            quadratic_K = _quadratic_term(problem, cert, seen.free_NK, reach_K, mask_NK, norm, host)
-            gap_K = (1.0 + 4.0 * gamma(problem.n_inputs)) * (price_K + quadratic_K)
+        if quadratic is not None:
+            gap_K = (1.0 + 4.0 * gamma(problem.n_inputs)) * (price_K + quadratic(reach_K, host))
         if problem.rhs_NK is None:
             gap_K = _at_most_f(cert, gap_K, value_K, rounding_K, mass_K)
         stationarity_K = host["stationarity_K"]
@@ -136,15 +171,6 @@ def _audit_piece(
     gap_K = np.where(lost_K | np.isnan(gap_K), np.inf, gap_K)
     objective_K = value_K + host.get("constant_K", zero_K)
     return objective_K, gap_K, stationarity_K, host["violation_K"], value_K, rounding_K, mass_K
-
-
-def _on_host(seen: Seen, norm: _Norm | None) -> dict[str, np.ndarray]:
-    """All that was seen of columns, by name; what is None is left out. One look at the device, and no small operations on it."""
-    there = {name: array for name, array in vars(seen).items() if name.endswith("_K") and array is not None}
-    if norm is not None:
-        there |= {"norm_K": norm.norm_K} | ({} if norm.unbounded_K is None else {"unbounded_K": norm.unbounded_K})
-    stacked = namespace(seen.value_K).stack([cast(array, "float64") for array in there.values()])
-    return dict(zip(there, to_numpy(stacked), strict=True))
 
 
 def _at_most_f(cert: Certificate, gap_K: np.ndarray, value_K: np.ndarray, rounding_K: np.ndarray, mass_K: np.ndarray) -> np.ndarray:
@@ -204,15 +230,16 @@ def _norm(problem: ColumnQP, cert: Certificate, free_NK: Array) -> _Norm:
 
 
 def _quadratic_term(
-    problem: ColumnQP, cert: Certificate, free_NK: Array, reach_K: np.ndarray, mask_NK: Array, norm: _Norm | None,
+    problem: ColumnQP, cert: Certificate, free_NK: Array | None, mask_NK: Array, solving: float | None, reach_K: np.ndarray,
     host: dict[str, np.ndarray],
 ) -> np.ndarray:  # fmt: skip
-    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had."""
+    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had. solving: ``_Norm``'s, None where there is none
+    and s is given."""
     error = gamma(problem.n_inputs)
-    if norm is None:
+    if solving is None:
         return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
     norm_K = host["norm_K"]
-    term_K = (norm_K + cert.condition**0.5 * (norm.solving * norm_K + error * reach_K)) ** 2
+    term_K = (norm_K + cert.condition**0.5 * (solving * norm_K + error * reach_K)) ** 2
     return np.where(host["unbounded_K"] != 0, np.inf, term_K) if "unbounded_K" in host else term_K
 
 

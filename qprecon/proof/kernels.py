@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, COLS = 32, 64  # a tile
+ROWS, COLS = 16, 64  # a tile
 _VARIED = {"do_not_specialize": ["n", "steps"]}  # else compiled anew where one is 1, or divisible by 16
-_STEPS, _BUSY = 8, 1056  # tiles of a strip at most; programs from which on a GPU is busy
+_STEPS, _BUSY = 16, 1056  # tiles of a strip at most; programs from which on a GPU is busy
 
 
 @triton.jit(**_VARIED)
@@ -21,22 +21,15 @@ def _back(
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
-    mass = tl.zeros((1, COLS), tl.float64)
+    mass = tl.zeros((ROWS, COLS), tl.float64)
     for step in range(steps):
         rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (rows < n) & (cols < k)
         w = tl.load(w_ptr + rows * w_row + cols * w_col, inside, 0.0).to(tl.float64)
         back = w - tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
         tl.store(back_ptr + rows * k + cols, back.to(back_ptr.dtype.element_ty), inside)
-        mass += tl.sum(tl.load(root_ptr + rows, rows < n, 0.0) * tl.abs(back), 0)[None, :]
-    tl.store(mass_ptr + tl.program_id(0) * k + cols, mass, cols < k)
-
-
-@triton.jit
-def _largest(before, x):
-    """The larger, infinite where x is no number."""
-    x = tl.where(x == x, x, float("inf"))
-    return tl.maximum(before, tl.max(x, 0)[None, :])
+        mass += tl.load(root_ptr + rows, rows < n, 0.0) * tl.abs(back)
+    tl.store(mass_ptr + tl.program_id(0) * k + cols, tl.sum(mass, 0)[None, :], cols < k)
 
 
 @triton.jit(**_VARIED)
@@ -44,32 +37,41 @@ def _residual(
     rho_ptr, back_ptr, new_ptr, mask_ptr, root_ptr, out_ptr, found_ptr, n, k, new_row, new_col, mask_row, mask_col,
     out_row, out_col, steps, numbers_ptr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Sums and largest numbers are kept for each place in a tile, and put together once: that takes longer than all else."""
     cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
     ridge, scale = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
-    value = tl.zeros((1, COLS), tl.float64)
-    steepest = tl.zeros((1, COLS), tl.float64)
-    energy = tl.zeros((1, COLS), tl.float64)
-    outside = tl.zeros((1, COLS), tl.float64)
+    value = tl.zeros((ROWS, COLS), tl.float64)
+    steepest = tl.zeros((ROWS, COLS), tl.float64)
+    energy = tl.zeros((ROWS, COLS), tl.float64)
+    outside = tl.zeros((ROWS, COLS), tl.float64)
     for step in range(steps):
         rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (rows < n) & (cols < k)
         back = tl.load(back_ptr + rows * k + cols, inside, 0.0).to(tl.float64)
         rho = tl.load(rho_ptr + rows * k + cols, inside, 0.0).to(tl.float64) + ridge * back
         tl.store(out_ptr + rows * out_row + cols * out_col, (rho * scale).to(out_ptr.dtype.element_ty), inside)
-        value += tl.sum(back * rho, 0)[None, :]
+        value += back * rho
         kept = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 0) != 0
         free = tl.where(kept, rho, 0.0)
         tl.store(rho_ptr + rows * k + cols, free.to(rho_ptr.dtype.element_ty), inside)
         root = tl.load(root_ptr + rows, rows < n, 0.0)
-        steepest = _largest(steepest, tl.abs(free) / tl.where(root > 0.0, root, 1.0))
-        energy = _largest(energy, tl.abs(back) * root)
+        steepest = tl.maximum(steepest, tl.abs(free) * (1.0 / tl.where(root > 0.0, root, 1.0)))  # a quotient for each row
+        energy = tl.maximum(energy, tl.abs(back) * root)
         new = tl.load(new_ptr + rows * new_row + cols * new_col, inside, 0.0).to(tl.float64)
-        outside = _largest(outside, tl.where(kept, 0.0, tl.abs(new)))
+        outside = tl.maximum(outside, tl.where(kept, 0.0, tl.abs(new)))
     to, parts = found_ptr + tl.program_id(0) * k + cols, tl.num_programs(0)
+    value = tl.sum(value, 0)[None, :]
     tl.store(to, value, cols < k)
-    tl.store(to + parts * k, steepest, cols < k)
-    tl.store(to + 2 * parts * k, energy, cols < k)
-    tl.store(to + 3 * parts * k, outside, cols < k)
+    _store_largest(to + parts * k, steepest, value, cols < k)
+    _store_largest(to + 2 * parts * k, energy, value, cols < k)
+    _store_largest(to + 3 * parts * k, outside, value, cols < k)
+
+
+@triton.jit
+def _store_largest(to, x, value, here):
+    """Infinite where a number was none, which no maximum shows, but ``value``."""
+    largest = tl.max(x, 0)[None, :]
+    tl.store(to, tl.where(value == value, largest, float("inf")), here)
 
 
 def differences(

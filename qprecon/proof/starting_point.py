@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..arrays.chunks import indices_of
 from ..arrays.interop import Array, cast, like, namespace, to_numpy
 from ..arrays.linalg import column_dots, column_norms
 from ..problem.column_qp import ColumnQP
-from .audit import Figures, audit, relative_gap
+from .audit import Figures, audit, audit_begun, relative_gap
 from .factor import Certificate, gamma
 from .improvement import masked_weights, surely_better
 
@@ -54,19 +55,34 @@ class Start:
 
 def find_start(problem: ColumnQP, cert: Certificate, dtype: str, warm_NK: Array | None, columns: Any) -> Start:
     """The start of the chosen columns; ``warm_NK`` is a caller's (N, K) warm start for the whole problem."""
+    return start_begun(problem, cert, dtype, warm_NK, columns)()
+
+
+def start_begun(
+    problem: ColumnQP, cert: Certificate, dtype: str, warm_NK: Array | None, columns: Any
+) -> Callable[[], Start]:
+    """``find_start``, begun: the device has been asked for what the masked weights come to."""
     masked_NK = masked_weights(problem, dtype, columns)
     rough = warm_NK is None and cert.factor_NN is not None and cert.dead_N is None
-    masked = audit(problem, cert, masked_NK, columns, certify=False, rough=rough)
-    energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
-    zero_K, slack_K = _zero(problem, columns)
-    if warm_NK is None:
-        return Start(masked_NK, masked, masked, energy_K, floor_K, zero_K, slack_K)
-    xp = namespace(masked_NK)
+    arrives = audit_begun(problem, cert, masked_NK, columns, certify=False, rough=rough)
+
+    def start() -> Start:
+        masked = arrives()
+        energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
+        known = Start(masked_NK, masked, masked, energy_K, floor_K, *_zero(problem, columns))
+        return known if warm_NK is None else _better(problem, cert, known, warm_NK, columns)
+
+    return start
+
+
+def _better(problem: ColumnQP, cert: Certificate, start: Start, warm_NK: Array, columns: Any) -> Start:
+    """The start with the warm one where that is better."""
+    masked_NK, masked = start.weights_NK, start.masked
     warm_chunk_NK = problem.clip(warm_NK[:, columns], columns)
     warm = audit(problem, cert, warm_chunk_NK, columns, certify=False)
     better_K = surely_better(problem, cert, warm_chunk_NK, warm, masked, columns)
-    weights_NK = xp.where(like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
-    return Start(weights_NK, warm.where(better_K, masked), masked, energy_K, floor_K, zero_K, slack_K)
+    weights_NK = namespace(masked_NK).where(like(better_K, masked_NK)[None, :], warm_chunk_NK, masked_NK)
+    return replace(start, weights_NK=weights_NK, audit=warm.where(better_K, masked))
 
 
 def check_squared_error(cert: Certificate, start: Start, figures: Figures, columns: Any) -> None:

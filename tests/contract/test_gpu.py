@@ -84,6 +84,39 @@ def test_seconds_are_not_those_of_earlier_work():
     assert timing.setup >= 0.0 and timing.solve > 0.0 and timing.audit > 0.0
 
 
+def test_what_is_fetched_does_not_wait_for_what_comes_after_it():
+    from qprecon.arrays.interop import fetched, moment
+
+    x_NN = torch.randn(8192, 8192, device="cuda")
+    given_N = x_NN[0].clone()
+    torch.cuda.synchronize()
+    arrives = fetched(given_N)
+    given_N.zero_()  # in the order of the stream: the copy is of what was there
+    for _ in range(20):
+        x_NN = x_NN @ x_NN / 100
+    later = moment(x_NN)
+    here_N = arrives()
+    assert not later.query()
+    np.testing.assert_array_equal(here_N, fetched(here_N)())
+    assert np.count_nonzero(here_N) > 8000
+
+
+@pytest.mark.parametrize("rank, k", [(64, 128), (128, 64), (33, 192), (200, 64)])
+def test_the_inner_product_of_the_preconditioner_has_all_digits(rank, k):
+    """Of sums that cancel nearly: in float32 they have none, and behind a massive input columns break down by it."""
+    from qprecon.backends._pcg import kernels
+
+    half_Krr = torch.randn(k, rank, rank, device="cuda") * torch.logspace(0, 4, rank, device="cuda")
+    inner_Krr, v_Kr, t_Kr = half_Krr + half_Krr.mT, torch.randn(k, rank, device="cuda"), torch.empty(k, rank, device="cuda")
+    rest_K = (inner_Krr[:, 0].double() * v_Kr.double())[:, 1:].sum(1) / inner_Krr[:, 0, 0]
+    v_Kr[:, 0] = -rest_K.float()  # the first sum cancels
+    kernels._inner[k, -(-rank // kernels.INNER)](inner_Krr.contiguous(), v_Kr, t_Kr, rank, kernels.INNER)
+    exact_Kr = (inner_Krr.double() @ v_Kr.double()[:, :, None])[:, :, 0]
+    sizes_Kr = (inner_Krr.double().abs() @ v_Kr.double().abs()[:, :, None])[:, :, 0]
+    assert ((t_Kr - exact_Kr).abs() <= 2.0**-23 * exact_Kr.abs() + 1e-14 * sizes_Kr).all()
+    assert (exact_Kr[:, 0].abs() < 1e-5 * sizes_Kr[:, 0]).all()
+
+
 @pytest.mark.parametrize("k", [1, 4, 5, 64])
 def test_the_product_of_a_few_wide_vectors(k):
     """One by one or together."""

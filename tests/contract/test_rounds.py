@@ -58,3 +58,51 @@ def test_rounds_in_vain_end(monkeypatch):
     monkeypatch.setattr(pcg, "prepare", idle)
     solution = qprecon.solve(**_thin(0, 0.01), backend="pcg")
     assert not solution.optimal.any() and len(asked) == 3 and asked == sorted(asked, reverse=True)
+
+
+def _in_chunks(**more):
+    """Six chunks of one problem, and a list of what is done with each, in order."""
+    from qprecon.engine import in_progress, rounds
+
+    done, begin, audit, accept = [], rounds.start_begun, in_progress.audit_begun, rounds.InProgress.accept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "start_begun", lambda *given: done.append(f"start {given[4].start}") or begin(*given))
+        patch.setattr(in_progress, "audit_begun", lambda *given: done.append(f"audit {given[3].start}") or audit(*given))
+        patch.setattr(
+            rounds.InProgress, "accept", lambda chunk, *given: done.append(f"read {chunk.columns.start}") or accept(chunk, *given)
+        )
+        for name, value in more.items():
+            patch.setattr(rounds.Ahead, name, value, raising=False)
+        solution = qprecon.solve(**_thin(0, 0.01, samples=200, k=24), backend="pcg", batch_size=4)
+    assert solution.optimal.all()
+    return solution, done
+
+
+def test_the_next_chunk_is_begun_while_an_audit_is_on_its_way():
+    """So that a GPU has work while the host reads what it found. Each start is found once, and the answers are the same bits."""
+    solution, done = _in_chunks()
+    assert done[:6] == ["start 0", "audit 0", "start 4", "read 0", "audit 4", "start 8"]
+    assert sorted(word for word in done if "start" in word) == sorted(f"start {first}" for first in range(0, 24, 4))
+    alone, done = _in_chunks(begin=lambda self, following: None)
+    assert done[:4] == ["start 0", "audit 0", "read 0", "start 4"]
+    assert np.array_equal(solution.weights, alone.weights) and np.array_equal(solution.gap_bound, alone.gap_bound)
+
+
+def test_no_room_for_the_next_chunk_beside_an_audit_is_no_fault():
+    """It waits for its turn, with as many columns as before."""
+    from qprecon.engine import rounds
+
+    begin, refused = rounds.Ahead.begin, []
+
+    def begun(self, columns):
+        if self.busy and not refused.append(columns):
+            raise MemoryError
+        return rounds.start_begun(self.task.problem, self.task.cert, self.task.backend.dtype, self.warm_NK, columns)
+
+    def with_an_audit(self, following):
+        self.busy = True
+        begin(self, following)
+        self.busy = False
+
+    solution, done = _in_chunks(_begun=begun, begin=with_an_audit, busy=False)
+    assert len(refused) == 5 and done.count("start 4") == 1 and "batch_size" not in solution.provenance.automatic

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ...arrays.halves import power_above
-from .kernels import COLS, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _thin, _turn, halves
+from .kernels import COLS, INNER, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _inner, _thin, _turn, halves
 from .product import Split
 from .scalars import LEAST, Goal, Scalars, worst_of
 
@@ -129,13 +129,18 @@ class Fused:
         (n, k), v_Kr, t_Kr = r_NK.shape, self.v_Kr1[:, :, 0], self.t_Kr1[:, :, 0]
         if not self.split:
             torch.mm(r_NK.T, scaled.factor_Nr, out=v_Kr)
-            torch.bmm(self.apply.inner_Krr, self.v_Kr1, out=self.t_Kr1)
+            self._inside()
             return torch.mm(scaled.factor_Nr, t_Kr.T, out=self.q_NK)
         torch.mm(scaled.rows_2rN, self.halves_M2K[:n], out_dtype=FLOAT, out=self.products)
         self._thin(self.products, v_Kr, scaled.unit, k, True, False)
-        torch.bmm(self.apply.inner_Krr, self.v_Kr1, out=self.t_Kr1)
+        self._inside()
         self._thin(t_Kr, self.three_3rK, scaled.unit, k, False, True)
         return torch.mm(scaled.wide_N3r, self.three_3rK, out_dtype=FLOAT, out=self.q_NK)
+
+    def _inside(self) -> None:
+        """t = K_j v."""
+        k, rank, _ = self.v_Kr1.shape
+        _inner[k, triton.cdiv(rank, INNER)](self.apply.inner_Krr, self.v_Kr1, self.t_Kr1, rank, INNER)
 
     def _thin(self, t: torch.Tensor, out: torch.Tensor, factor: torch.Tensor, stride: int, summed: bool, stacked: bool) -> None:
         k, rank, _ = self.v_Kr1.shape

@@ -11,10 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, COLS, LINE = 64, 64, 128
+ROWS, COLS, LINE = 64, 64, 32
 _VARIED = {"do_not_specialize": ["n", "parts", "rank"]}
 """Triton compiles a kernel anew, for half a second, where numbers are 1 or divisible by 16. K is a multiple of 64 always."""
 THIN = 32  # rows and columns of a tile of the thin arrays
+_PARTS = tl.constexpr(32)  # partial sums that are added at a time
+INNER = 64  # rows and columns of a tile of K_j
 
 
 @triton.jit
@@ -40,8 +42,8 @@ def _advance(
     """r and the halves of D^-½r. x takes its step in ``_turn``, which reads p anyway."""
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
     alpha, kept = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(mask_ptr + at, inside, 0) != 0
-    q_row = tl.load(q_row_ptr + rows, rows < n, 0.0) / tl.load(p_scale_ptr + cols, cols < k, 1.0)
-    q = tl.load(q_ptr + at, inside, 0.0) * q_row
+    unit = 1.0 / tl.load(p_scale_ptr + cols, cols < k, 1.0)  # a power of two: no quotient for every number
+    q = tl.load(q_ptr + at, inside, 0.0) * (tl.load(q_row_ptr + rows, rows < n, 0.0) * unit)
     # a frozen column may hold an infinite q: 0·inf must not reach r
     r = tl.load(r_ptr + at, inside, 0.0) - tl.where(kept & (alpha != 0.0), alpha * q, 0.0)
     tl.store(r_ptr + at, r, inside)
@@ -66,10 +68,7 @@ def _alpha(
     """α, and by what the next D^-½r is scaled."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
-    curvature = tl.zeros((COLS,), tl.float32)
-    for part in range(parts):
-        curvature += tl.load(partial_ptr + part * k + cols, inside, 0.0)
-    curvature = curvature / tl.load(p_scale_ptr + cols, inside, 1.0)
+    curvature = _total(partial_ptr, cols, parts, k, COLS) / tl.load(p_scale_ptr + cols, inside, 1.0)
     rz = tl.load(rz_ptr + cols, inside, 0.0)
     if HALVES:
         tl.store(r_scale_ptr + cols, _scale(rz, SIZE), inside)
@@ -79,6 +78,16 @@ def _alpha(
     tl.store(active_ptr + cols, active, inside)
     tl.store(gain_ptr + cols, tl.load(gain_ptr + cols, inside, 0.0) + alpha * rz, inside)
     tl.store(iterations_ptr + cols, tl.load(iterations_ptr + cols, inside, 0) + active.to(tl.int32), inside)
+
+
+@triton.jit
+def _total(partial_ptr, cols, parts, k, COLS: tl.constexpr):
+    """The sums of columns from the partial ones, (COLS,)."""
+    total = tl.zeros((_PARTS, COLS), tl.float32)
+    for first in range(0, parts, _PARTS):
+        rows = first + tl.arange(0, _PARTS)[:, None]
+        total += tl.load(partial_ptr + rows * k + cols[None, :], (rows < parts) & (cols[None, :] < k), 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -99,9 +108,7 @@ def _beta(
     scaled."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
-    fresh = tl.zeros((COLS,), tl.float32)
-    for part in range(parts):
-        fresh += tl.load(partial_ptr + part * k + cols, inside, 0.0)
+    fresh = _total(partial_ptr, cols, parts, k, COLS)
     beyond = tl.zeros((COLS,), tl.float32)  # vᵀ(t − u)
     for first in range(0, rank, THIN):
         rows = first + tl.arange(0, THIN)[None, :]
@@ -167,7 +174,7 @@ def _z(
     r, root = tl.load(r_ptr + at, inside, 0.0), tl.load(root_ptr + rows, rows < n, 0.0)
     z = r * root * root
     if HAS_W:
-        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) / tl.load(r_scale_ptr + cols, cols < k, 1.0)
+        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) * (1.0 / tl.load(r_scale_ptr + cols, cols < k, 1.0))
         z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - tl.load(w_ptr + at, inside, 0.0) * w_row, 0.0)
     return z, r
 
@@ -206,6 +213,20 @@ def _thin(
         tl.store(to + 2 * block, high, inside)
     else:
         tl.store(out_ptr + turned, t, inside)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _inner(inner_ptr, v_ptr, t_ptr, rank, SIZE: tl.constexpr):
+    """t = K_j v of one column, in float64: what C⁻¹r cancels is in these sums. K_j is symmetric, so that rows may be added up.
+    A library takes five times as long for matrices of 64 rows as reading them does."""
+    column, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    t = tl.zeros((SIZE, SIZE), tl.float64)
+    for first in range(0, rank, SIZE):
+        rows = first + tl.arange(0, SIZE)
+        at = (column * rank + rows[:, None]) * rank + cols[None, :]
+        block = tl.load(inner_ptr + at, (rows[:, None] < rank) & (cols[None, :] < rank), 0.0)
+        t += block.to(tl.float64) * tl.load(v_ptr + column * rank + rows, rows < rank, 0.0).to(tl.float64)[:, None]
+    tl.store(t_ptr + column * rank + cols, tl.sum(t, 0).to(tl.float32), cols < rank)
 
 
 @triton.jit(**_VARIED)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...arrays.halves import halved, unit_of
 from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, namespace
-from ...arrays.linalg import cholesky, identity, lower_inverses, solve_lower
+from ...arrays.linalg import cholesky, identity, lower_inverses, solve_lower, take_columns
 from .factor import Factor, FactorInHalves
 
 _DOUBLE = 2.0**-53
@@ -185,7 +185,7 @@ def _inner(root_Nr: Array, mask_NK: Array, pairs: Pairs) -> Array:
     inner_Krr = xp.empty((k, rank, rank), dtype=half.dtype, **({} if xp is np else {"device": half.device}))
     for first in range(0, k, some):
         part = slice(first, min(first + some, k))
-        inner_Krr[part] = _inverse_plus_identity(half[part][:, pairs.place_rr].reshape(-1, rank, rank))
+        inner_Krr[part] = _inverse_plus_identity(take_columns(half[part], pairs.place_rr).reshape(-1, rank, rank))
     return inner_Krr
 
 
@@ -236,9 +236,11 @@ def _pairs_by_halves(root_Nr: Array, left_R: Array, right_R: Array, mask_NK: Arr
     """
     torch = namespace(root_Nr)
     unit = unit_of(root_Nr) * 2.0**7
-    root_Nr, mask_KN = root_Nr / unit, mask_NK.T.half()
-    mask_K2N = torch.cat([mask_KN, mask_KN], 1)
-    half_KR = torch.empty(mask_KN.shape[0], len(left_R), dtype=torch.float32, device=root_Nr.device)
+    root_Nr, (n, k) = root_Nr / unit, mask_NK.shape
+    mask_K2N = torch.empty(k, 2 * n, dtype=torch.float16, device=root_Nr.device)
+    mask_K2N[:, :n] = mask_NK.T
+    mask_K2N[:, n:] = mask_K2N[:, :n]
+    half_KR = torch.empty(k, len(left_R), dtype=torch.float32, device=root_Nr.device)
     for part in slabs:
         values_2NR = _pair_halves(root_Nr, left_R[part], right_R[part])
         half_KR[:, part] = torch.mm(mask_K2N, values_2NR, out_dtype=torch.float32)
@@ -255,16 +257,16 @@ def _pair_halves(root_Nr: Array, left_R: Array, right_R: Array) -> Array:
 
 def _inverse_plus_identity(gram_Krr: Array) -> Array:
     """(I + T)⁻¹ in float64, returned in T's dtype: T has entries near 1e5 beside the identity's 1."""
-    xp, dtype = namespace(gram_Krr), dtype_name(gram_Krr)
-    wide_Krr = cast(gram_Krr, "float64")
-    eye_rr = identity(gram_Krr.shape[1], wide_Krr)
-    if kind_of(gram_Krr) == "torch":
-        factor_Krr = xp.linalg.cholesky_ex(wide_Krr + eye_rr)[0]
-        if device_type(gram_Krr) != "cuda" or len(eye_rr) < _BLOCKS_FROM:
-            return cast(xp.cholesky_inverse(factor_Krr), dtype)
-        inverse_Krr = lower_inverses(factor_Krr, _LEAF)
-        return cast(inverse_Krr.mT @ inverse_Krr, dtype)
-    return cast(xp.linalg.inv(wide_Krr + eye_rr), dtype)
+    xp, dtype, rank = namespace(gram_Krr), dtype_name(gram_Krr), gram_Krr.shape[1]
+    if kind_of(gram_Krr) == "numpy":
+        return cast(xp.linalg.inv(cast(gram_Krr, "float64") + identity(rank, gram_Krr)), dtype)
+    wide_Krr = gram_Krr.to(xp.float64, copy=True)
+    wide_Krr.diagonal(dim1=1, dim2=2).add_(1.0)
+    factor_Krr = xp.linalg.cholesky_ex(wide_Krr)[0]
+    if device_type(gram_Krr) != "cuda" or rank < _BLOCKS_FROM:
+        return cast(xp.cholesky_inverse(factor_Krr), dtype)
+    inverse_Krr = lower_inverses(factor_Krr, _LEAF)
+    return cast(inverse_Krr.mT @ inverse_Krr, dtype)
 
 
 def _orthonormal(x_Nr: Array) -> Array:

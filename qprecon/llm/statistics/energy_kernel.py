@@ -1,4 +1,6 @@
-"""All sums over columns that a report wants of a layer, in one pass over its matrices on a GPU; float64, in a fixed order."""
+"""All sums over columns that a report wants of a layer, in one pass over its matrices on a GPU; float64, in a fixed order.
+
+Sums are kept for each place in a tile, and put together once, as in `qprecon.proof.kernels`."""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ def _column_sums(
     COLS: tl.constexpr,
 ):  # fmt: skip
     cols = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :].to(tl.int64)
-    energy, added = tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64)
-    pruned, moved = tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64)
-    zeros, kept, finite = tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64), tl.zeros((1, COLS), tl.float64)
+    energy, added = tl.zeros((ROWS, COLS), tl.float64), tl.zeros((ROWS, COLS), tl.float64)
+    pruned, moved = tl.zeros((ROWS, COLS), tl.float64), tl.zeros((ROWS, COLS), tl.float64)
+    zeros, kept, finite = tl.zeros((ROWS, COLS), tl.int32), tl.zeros((ROWS, COLS), tl.int32), tl.zeros((ROWS, COLS), tl.int32)
     for step in range(steps):
         rows = ((tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (rows < n) & (cols < k)
@@ -27,24 +29,24 @@ def _column_sums(
         stored = tl.load(stored_ptr + rows * stored_row + cols * stored_col, inside, 1.0)
         mask = tl.load(mask_ptr + rows * mask_row + cols * mask_col, inside, 1) != 0
         if DENSE:
-            energy += tl.sum(dense * tl.load(of_dense_ptr + rows * k + cols, inside, 0.0).to(tl.float64), 0)[None, :]
+            energy += dense * tl.load(of_dense_ptr + rows * k + cols, inside, 0.0).to(tl.float64)
         if CHANGED:
             both = tl.where(inside, (new - dense) + (stored.to(tl.float64) - dense), 0.0)
-            added += tl.sum(both * tl.load(of_change_ptr + rows * k + cols, inside, 0.0).to(tl.float64), 0)[None, :]
+            added += both * tl.load(of_change_ptr + rows * k + cols, inside, 0.0).to(tl.float64)
         lost = tl.where(mask, 0.0, dense)
-        pruned += tl.sum(lost * lost, 0)[None, :]
-        moved += tl.sum((new - dense) * (new - dense), 0)[None, :]
-        zeros += tl.sum((stored == 0.0).to(tl.float64), 0)[None, :]
-        kept += tl.sum((mask & inside).to(tl.float64), 0)[None, :]
-        finite += tl.sum((inside & (tl.abs(stored) < float("inf"))).to(tl.float64), 0)[None, :]
+        pruned += lost * lost
+        moved += (new - dense) * (new - dense)
+        zeros += (stored == 0.0).to(tl.int32)
+        kept += (mask & inside).to(tl.int32)
+        finite += (inside & (tl.abs(stored) < float("inf"))).to(tl.int32)
     to, apart = out_ptr + tl.program_id(0) * k + cols, tl.num_programs(0).to(tl.int64) * k
-    tl.store(to, energy, cols < k)
-    tl.store(to + apart, added, cols < k)
-    tl.store(to + 2 * apart, pruned, cols < k)
-    tl.store(to + 3 * apart, moved, cols < k)
-    tl.store(to + 4 * apart, zeros, cols < k)
-    tl.store(to + 5 * apart, kept, cols < k)
-    tl.store(to + 6 * apart, finite, cols < k)
+    tl.store(to, tl.sum(energy, 0)[None, :], cols < k)
+    tl.store(to + apart, tl.sum(added, 0)[None, :], cols < k)
+    tl.store(to + 2 * apart, tl.sum(pruned, 0)[None, :], cols < k)
+    tl.store(to + 3 * apart, tl.sum(moved, 0)[None, :], cols < k)
+    tl.store(to + 4 * apart, tl.sum(zeros, 0).to(tl.float64)[None, :], cols < k)
+    tl.store(to + 5 * apart, tl.sum(kept, 0).to(tl.float64)[None, :], cols < k)
+    tl.store(to + 6 * apart, tl.sum(finite, 0).to(tl.float64)[None, :], cols < k)
 
 
 def column_sums(
