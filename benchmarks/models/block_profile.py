@@ -45,11 +45,10 @@ PROFILED, WATCHED = 1, 2  # blocks
 _MARK = "part: "
 PARTS: tuple[tuple[Any, str, str], ...] = (
     *SOLVE_PARTS,
-    (in_progress, "audit", "audit"),
+    (in_progress, "audit_begun", "audit"),
     (Hessian, "product", "float64 product"),
     (passes, "symmetric_product", "product of halves"),
     (audit, "_norm", "triangular solve"),
-    (rounding, "_moved", "what storing costs"),
     (rounding, "_apart", "what storing costs"),
     (rounding, "descend", "descent"),
     (rounding, "_as_floats", "rounding, the rest"),

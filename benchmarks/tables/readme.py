@@ -55,6 +55,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "layer halves": functools.partial(speed.layer_calls, "layer_halves"),
         "layer host": functools.partial(speed.layer_calls, "layer_host"),
         "layer stop": functools.partial(speed.layer_calls, "layer_stop"),
+        "block inner": functools.partial(speed.block, "block_profile_inner", speed.PREDICTED_INNER),
+        "layer inner": functools.partial(speed.layer_calls, "layer_inner", ("busy_seconds",)),
         "at once": speed.at_once,
         "launches": speed.launches,
         "real": seconds.real_layers,

@@ -186,7 +186,7 @@ def _solve_chunk(task: Task, limits: Limits, ahead: Ahead, columns: Any, out: Ou
             ahead.begin(following)
         chunk.accept(local, raw, answer_NK, arrives())
         clock = out.lap(clock, "audit")
-        failing_K = (chunk.results.relative_gap[local] > limits.tol) & ~_stopped(raw, len(local))
+        failing_K = _failing(chunk.results, local, limits.tol)
         in_vain = 0 if round_ == 0 or _nearer(chunk, local, before, limits.tol)[failing_K].any() else in_vain + 1
         local = local[failing_K]
         if not len(local) or not goes_on or in_vain == _IN_VAIN:
@@ -208,6 +208,14 @@ def _within_limits(limits: Limits, results: Results, local: np.ndarray) -> np.nd
     spent_K = results.iterations[local] >= limits.max_iterations
     results.reported_status[local[spent_K]] = "iteration_limit"
     return local[~spent_K]
+
+
+def _failing(results: Results, local: np.ndarray, tol: float) -> np.ndarray:
+    """(K,) which of the local columns are to go on: their gaps are too large, and no limit stopped them."""
+    failing_K = results.relative_gap[local] > tol
+    left = np.flatnonzero(failing_K)  # as a rule few or none: words are compared one by one
+    failing_K[left] = [word not in LIMITS for word in results.reported_status[local[left]]]
+    return failing_K
 
 
 def _nearer(chunk: InProgress, local: np.ndarray, before: tuple[np.ndarray, np.ndarray], tol: float) -> np.ndarray:
@@ -255,9 +263,3 @@ def _run(
     with numbers_may_fail():  # the optimum itself may be beyond the dtype
         answer_NK = problem.clip(scale.unscale_weights(back_to(raw.weights_NK, chunk.weights_NK)), wanted)
     return raw, as_given_back(answer_NK, problem.place)  # what is audited is what is returned
-
-
-def _stopped(raw: RawColumns, count: int) -> np.ndarray:
-    """Columns that a limit stopped, (K,) bool."""
-    words = [raw.reported_status] if isinstance(raw.reported_status, str) else raw.reported_status.tolist()
-    return np.broadcast_to([word in LIMITS for word in words], (count,))
