@@ -66,9 +66,10 @@ class Solution:
         stationarity: (K,) max over free entries of |half gradient|ᵢ / √(H + λI)ᵢᵢ, relative to √(objective of the start):
             dimensionless.
         violation: (K,) largest distance from the bounds and the mask, in units of W.
-        gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound, every rounding error counted. Inf where nothing can be certified.
+        gap_bound: (K,) certified: f(ŵ) − f* ≤ gap_bound, every rounding error counted. Inf where nothing can be certified. Where H
+            is singular and not damped, it may be of the Gram matrix that H is the rounding of (docs/mathematics.md).
         relative_gap: (K,) gap_bound / max(f − gap_bound, FLOOR · f_start); for an explicit rhs relative to f_start − f. See
-            ``qprecon.proof.audit``.
+            ``qprecon.proof.audit``. 0 where nothing is pruned and ŵ is W, as near as its dtype holds it.
         fell_back: (K,) bool: the backend's answer was not finite or not surely better than the start, which is returned. An answer
             that float64 cannot tell from the start is replaced by it too, and not counted.
         tol: the relative gap that was asked for.

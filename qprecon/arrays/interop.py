@@ -113,8 +113,7 @@ def to_core(x: Any, place: Place, name: str) -> Array:
         raise ValueError(f"{name} is a masked array, of which numpy's mask would be lost: give {name}.filled(…) or {name}.data")
     if place.library == "numpy":
         if kind == "torch":
-            x = x.detach().cpu()
-            return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
+            return to_numpy(x)
         return _native(np.asarray(x))
     import torch
 
@@ -194,10 +193,10 @@ def back_to(x: Any, like: Array) -> Array:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """A numpy array with the same values; bfloat16 widened to float32."""
+    """A numpy array with the same values; floats that numpy has not, bfloat16 and those of 8 bits, widened to float32."""
     if kind_of(x) == "torch":
         x = x.detach().cpu()
-        return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
+        return x.float().numpy() if dtype_name(x).startswith(("bfloat16", "float8")) else x.numpy()
     return np.asarray(x)
 
 

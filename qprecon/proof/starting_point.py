@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.chunks import indices_of
-from ..arrays.interop import Array, cast, like, namespace, to_numpy
+from ..arrays.interop import Array, cast, dtype_name, like, namespace, to_numpy
 from ..arrays.linalg import column_dots, column_norms
 from ..problem.column_qp import ColumnQP
 from .audit import Figures, audit, audit_begun, relative_gap
@@ -28,6 +28,7 @@ class Start:
         floor_K: the same, less what rounding may have added to it.
         zero_K: with a known constant, the dense weights' objective, which every value is measured from, less its rounding.
         slack_K: how far below zero a squared error may come out: by rounding, and as rhs and constant are the caller's sums.
+        held_K: of columns that keep all inputs, where W has more digits than the weights: what rounding it to them may cost.
     """
 
     weights_NK: Array
@@ -37,10 +38,13 @@ class Start:
     floor_K: np.ndarray
     zero_K: np.ndarray | None = None
     slack_K: np.ndarray | None = None
+    held_K: np.ndarray | None = None
 
     def relative_gap(self, problem: ColumnQP, figures: Figures) -> np.ndarray:
-        """Gaps of the chunk's figures relative to what its optimum costs, (K,): see ``audit.relative_gap``."""
-        return relative_gap(problem, figures, self.baseline_K, self.floor_K, self.zero_K)
+        """Gaps of the chunk's figures relative to what its optimum costs, (K,): see ``audit.relative_gap``. 0 for W itself, as near
+        as the dtype holds it, where nothing is pruned."""
+        gap_K = relative_gap(problem, figures, self.baseline_K, self.floor_K, self.zero_K)
+        return gap_K if self.held_K is None else np.where(figures.gap_bound <= self.held_K, 0.0, gap_K)
 
     def relative_stationarity(self, figures: Figures) -> np.ndarray:
         """Stationarity of the chunk's figures relative to the root of what its objective is measured in, (K,)."""
@@ -69,7 +73,8 @@ def start_begun(
     def start() -> Start:
         masked = arrives()
         energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
-        known = Start(masked_NK, masked, masked, energy_K, floor_K, *_zero(problem, columns))
+        held_K = _held(problem, cert, dtype, columns)
+        known = Start(masked_NK, masked, masked, energy_K, floor_K, *_zero(problem, columns), held_K)
         return known if warm_NK is None else _better(problem, cert, known, warm_NK, columns)
 
     return start
@@ -92,6 +97,18 @@ def check_squared_error(cert: Certificate, start: Start, figures: Figures, colum
     low_K = figures.objective + figures.rounding + cert.entry * figures.mass**2 + start.slack_K
     if (low_K < 0.0).any():
         raise ValueError(f"{_TOO_SMALL} {int(indices_of(columns)[low_K.argmin()])}: the answer's squared error would be negative")
+
+
+def _held(problem: ColumnQP, cert: Certificate, dtype: str, columns: Any) -> np.ndarray | None:
+    """``Start.held_K``: (Σ √A_ii u|w_i|)² with the unit roundoff u of the dtype; -1, which no gap is, where something is pruned."""
+    if problem.rhs_NK is not None or dtype == "float64" or dtype_name(problem.weights_NK) != "float64":
+        return None
+    whole_K = to_numpy(problem.mask_NK[:, columns].all(0))
+    if not whole_K.any():
+        return None
+    mass_K = to_numpy(cert.root_N @ abs(problem.weights_NK[:, columns]))
+    held_K = (0.5 * float(np.finfo(dtype).eps) * mass_K) ** 2
+    return np.where(whole_K & np.isfinite(held_K), held_K, -1.0)
 
 
 _TOO_SMALL = "constant is too small for rhs and H in column"

@@ -51,12 +51,17 @@ class Audit:
         if not k:
             return "no columns"
         unfinite_K = ~np.isfinite(self.objective)
-        worst, broken = int(np.argmax(self.relative_gap)), int((~(self.violation == 0) & ~unfinite_K).sum())
+        broken = int((~(self.violation == 0) & ~unfinite_K).sum())
+        free_K = np.isinf(self.relative_gap) & np.isfinite(self.gap_bound)  # what the optimum costs is 0, and the gap is not
+        worst = int(np.argmax(np.where(free_K, -1.0, self.relative_gap)))
         lines = [f"largest certified relative gap of {counted(k, 'column')} {self.relative_gap[worst]:.2e} (column {worst})"]
+        if free := int(free_K.sum()):
+            lines.append(f"{counted(free, 'column')} whose optimum costs nothing, so that a gap is relative to 0: see gap_bound")
         if 1.0 < self.relative_gap[worst] < np.inf:
             lines.append(no_lower_bound())
         if unfinite := int(unfinite_K.sum()):
-            lines.append(f"{counted(unfinite, 'column')} with NaN or Inf, in the problem or in these weights: nothing certified")
+            what = "NaN or Inf in the problem or in these weights, or too large to be squared"
+            lines.append(f"{counted(unfinite, 'column')} with {what}: nothing certified")
         if broken:
             lines.append(f"{counted(broken, 'column')} with weights where the mask has none, or out of bounds: nothing certified")
         if none := int(np.isinf(self.gap_bound).sum()) - broken - unfinite:

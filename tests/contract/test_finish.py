@@ -159,3 +159,21 @@ def test_a_warm_start_whose_certificate_is_too_weak_gives_way():
         gap = qprecon.prepare(h).audit(w, mask, warm).relative_gap
         solution = qprecon.solve(h, w, mask, "cholesky", warm_start=warm, tol=max(gap.max() / 10, 1e-15))
         assert solution.optimal.all() and (solution.relative_gap <= gap).all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "pcg", "cholesky", "admm"])
+def test_w_as_near_as_the_dtype_holds_it_is_optimal_where_nothing_is_pruned(backend):
+    """Of a W with more digits than the weights: there is nothing to solve. Other columns are as they were."""
+    rng = np.random.default_rng(0)
+    x_TN, w_NK = rng.standard_normal((400, 160)), rng.standard_normal((160, 30))
+    mask_NK = rng.random((160, 30)) < 0.5
+    plain = qprecon.solve(x_TN.T @ x_TN, w_NK, mask_NK, backend, damping=0.01, dtype="float32", batch_size=7)
+    mask_NK[:, [3, 20]] = True
+    solution = qprecon.solve(x_TN.T @ x_TN, w_NK, mask_NK, backend, damping=0.01, dtype="float32", batch_size=7)
+    whole_K = mask_NK.all(0)
+    assert solution.optimal.all() and (solution.iterations[whole_K] == 0).all() and (solution.relative_gap[whole_K] == 0).all()
+    np.testing.assert_array_equal(solution.weights[:, whole_K], w_NK[:, whole_K].astype(np.float32))
+    assert (solution.gap_bound[whole_K] >= solution.objective[whole_K]).all() and (solution.objective[whole_K] > 0).all()
+    np.testing.assert_allclose(solution.objective[~whole_K], plain.objective[~whole_K], rtol=1e-4)
+    far_NK = w_NK * np.where(whole_K, 1e170, 1.0)  # no square of it is a number: nothing is said to be optimal
+    assert not qprecon.solve(x_TN.T @ x_TN, far_NK, mask_NK, "cholesky", damping=0.01, dtype="float32").optimal[whole_K].any()

@@ -371,6 +371,30 @@ def test_an_audit_of_unsound_weights():
     assert np.isinf(audit.gap_bound[[2, 4]]).all() and np.isinf(audit.relative_gap[[2, 4]]).all()
 
 
+def test_an_audit_tells_gaps_relative_to_nothing_apart():
+    """Where all inputs are kept the optimum is W and costs nothing: rounded weights have a gap, and none that is relative."""
+    rng = np.random.default_rng(0)
+    x_TN, w_NK, mask_NK = rng.standard_normal((90, 20)), rng.standard_normal((20, 6)), rng.random((20, 6)) < 0.5
+    mask_NK[:, 3] = True
+    prepared = qprecon.prepare(x_TN.T @ x_TN, damping=0.01)
+    verdict = prepared.audit(w_NK, mask_NK, prepared.solve(w_NK, mask_NK).weights.astype(np.float16))
+    lines, others = verdict.summary().split("\n"), np.arange(6) != 3
+    assert f"{verdict.relative_gap[others].max():.2e}" in lines[0] and "(column 3)" not in lines[0]
+    assert lines[1].startswith("1 column whose optimum costs nothing") and 0 < verdict.gap_bound[3] < np.inf and len(lines) == 2
+
+
+def test_an_audit_takes_floats_of_eight_bits():
+    """Also beside numpy arrays, which have none."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x_TN, w_NK, mask_NK = rng.standard_normal((90, 20)), rng.standard_normal((20, 6)), rng.random((20, 6)) < 0.5
+    prepared = qprecon.prepare(x_TN.T @ x_TN, damping=0.01)
+    narrow_NK = torch.from_numpy(prepared.solve(w_NK, mask_NK).weights).to(torch.float8_e4m3fn)
+    found, same = (prepared.audit(w_NK, mask_NK, x_NK) for x_NK in (narrow_NK, narrow_NK.float().numpy()))
+    np.testing.assert_array_equal(found.gap_bound, same.gap_bound)
+    assert np.isfinite(found.gap_bound).all()
+
+
 def test_an_audit_goes_through_the_columns_in_parts(monkeypatch):
     prepared = qprecon.prepare(H, damping=0.01)
     best = prepared.solve(W, MASK, "cholesky", rhs=RHS)
