@@ -73,8 +73,9 @@ def start_begun(
     def start() -> Start:
         masked = arrives()
         energy_K, floor_K = _energy(problem, cert, masked_NK, masked, columns)
+        zero_K, slack_K = _zero(problem, columns)
         held_K = _held(problem, cert, dtype, columns)
-        known = Start(masked_NK, masked, masked, energy_K, floor_K, *_zero(problem, columns), held_K)
+        known = Start(masked_NK, masked, masked, energy_K, floor_K, zero_K, slack_K, held_K)
         return known if warm_NK is None else _better(problem, cert, known, warm_NK, columns)
 
     return start

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import qprecon
-from qprecon.contract.options import is_number
 from qprecon.contract.plugins import working_on
 from qprecon.files import local_path
 from qprecon.llm.files.kinds import quantised_by
@@ -25,7 +24,7 @@ from qprecon.llm.pruning.origin import Found
 from qprecon.llm.pruning.plan import NOT_ASKED, OUTSIDE, Plan
 from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.llm.ranks.group import Ranks
-from qprecon.llm.settings.beforehand import check_makes, checked_selector
+from qprecon.llm.settings.beforehand import check_makes, check_solver, checked_selector
 from qprecon.wording import counted
 
 
@@ -34,8 +33,8 @@ def check_choices(method: Method, device: torch.device) -> None:
     selector = checked_selector(method.mask, method.update, method.amount)
     selector.options(method.mask_options)
     RefineOptions.of(method.refine_options)
-    _check_solve_options(method)
     if method.update == "optimal":
+        check_solver(method.backend, method.tol, method.solve_options)
         _try_solve(method, device)
 
 
@@ -151,19 +150,6 @@ def _check_learnable(method: Method, plan: Plan) -> None:
     fused = [layer.view.name for layers in plan.layers for layer in layers if layer.view.expert is not None]
     if fused:
         raise ValueError(f"mask {method.mask!r} cannot be learned for fused experts such as {fused[0]}; leave them out")
-
-
-_SET_HERE = ("H", "W", "mask", "backend", "rhs", "constant", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
-
-
-def _check_solve_options(method: Method) -> None:
-    if twice := [name for name in method.solve_options if name in _SET_HERE]:
-        instead = f"give {twice[0]}=... itself" if twice[0] in ("backend", "damping", "tol") else "leave it out"
-        raise ValueError(f"solve_options: {twice[0]!r} is what prune_model hands to the solver by itself; {instead}")
-    for name in ("lower", "upper"):
-        bound = method.solve_options.get(name)
-        if bound is not None and not (is_number(bound) and bound == bound):
-            raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
 
 
 def _try_mask(method: Method, selector: Selector, pattern: Pattern) -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qprecon.contract import registry
+from qprecon.contract.options import is_number
+from qprecon.engine.choice import checked_dtype
+from qprecon.engine.solving import Request
 from qprecon.files import local_path, near
 from qprecon.llm.calibration.mixture import Mixture
 from qprecon.llm.calibration.texts import checked_name
@@ -22,6 +25,8 @@ from qprecon.llm.settings.aliases import SETTINGS
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 
+_SET_HERE = ("H", "W", "mask", "backend", "rhs", "constant", "damping", "tol", "warm_start")  # arguments of `qprecon.solve`
+_BOUNDS, _OF_SOLVE = ("lower", "upper"), ("max_iterations", "time_limit", "batch_size", "dtype")
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
 
@@ -35,6 +40,7 @@ def check_prune(words: Mapping[str, Any], calibration: Path | Mixture, alone: bo
     checked_selector(recipe.mask, recipe.update, recipe.amount)
     if recipe.update == "optimal":
         registry.check_usable(recipe.backend)
+        check_solver(recipe.backend, recipe.tol, recipe.solve_options)
     check_device(words.get("device"), "device")
     check_device(words.get("store"), "store")
     if alone:
@@ -65,6 +71,23 @@ def checked_selector(mask: str, update: str, amount: Any) -> Selector:
     if update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {mask!r} has no weight update of its own; use 'optimal' or 'none'")
     return selector
+
+
+def check_solver(backend: str, tol: float, options: Mapping[str, Any]) -> None:
+    """ValueError for options that no solve takes, or not with this backend, as far as numpy alone can tell."""
+    if twice := [name for name in options if name in _SET_HERE]:
+        instead = f"give {twice[0]}=... itself" if twice[0] in ("backend", "damping", "tol") else "leave it out"
+        raise ValueError(f"solve_options: {twice[0]!r} is what prune_model hands to the solver by itself; {instead}")
+    for name in _BOUNDS:
+        bound = options.get(name)
+        if bound is not None and not (is_number(bound) and bound == bound):
+            raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
+    own = {name: value for name, value in options.items() if name not in (*_OF_SOLVE, *_BOUNDS)}
+    Request(backend, tol, **{name: options[name] for name in _OF_SOLVE if name in options}, backend_options=own)
+    if options.get("dtype") is not None:
+        checked_dtype(options["dtype"])
+    if backend != "auto" and "numpy" in registry.find(backend).capabilities.libraries:
+        registry.load(registry.find(backend), own)
 
 
 def check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:
