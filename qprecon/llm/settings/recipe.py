@@ -251,8 +251,11 @@ class Recipe:
         """Settings that were given but have no effect, in sentences."""
         idle = ["backend", "tol", "solve_options"] if self.update != "optimal" else []
         idle += ["damping"] if idle and not self.drift and not self.residual else []
-        given = [name for name in self.stated() if name in idle]
-        return [f"{', '.join(given)}: no effect with update={self.update!r}, which solves nothing"] if given else []
+        plain = ["rounding", "rounding_options"] if self.quantize == "none" else []
+        reasons = (idle, f"with update={self.update!r}, which solves nothing"), (plain, "without quantize")
+        stated = self.stated()
+        found = [([name for name in stated if name in names and stated[name] != {}], reason) for names, reason in reasons]
+        return [f"{', '.join(given)}: no effect {reason}" for given, reason in found if given]
 
     def settings(self) -> dict[str, Any]:
         """All fields by name, values as they are."""

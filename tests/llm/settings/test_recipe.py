@@ -377,3 +377,17 @@ def test_what_is_wrong_about_mask_file_names_it(words):
 def test_mask_file_goes_with_mask_given():
     for more in ({}, {"mask": "given"}, {"prune_method": "given"}):
         assert checked({"mask_file": "a", **more}) == {"mask": "given", "mask_options": {"masks": "a"}}
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({}, []),
+    ({"rounding": "sweep", "preset": "fast"}, []),  # what the preset has anyway, as in a recipe that was written out
+    ({"rounding": "gptq"}, ["rounding: no effect without quantize"]),
+    ({"rounding_options": {"refits": 7}, "mask": "wanda"}, ["rounding_options: no effect without quantize"]),
+    ({"rounding": "gptq", "quantize": "int4"}, []),
+    ({"update": "none", "tol": 1e-6, "rounding": "nearest"}, [
+        "tol: no effect with update='none', which solves nothing", "rounding: no effect without quantize",
+    ]),
+])  # fmt: skip
+def test_what_has_no_effect_is_said(settings, said):
+    assert Recipe(**settings).without_effect() == said
