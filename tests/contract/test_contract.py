@@ -23,7 +23,7 @@ ADAM_FAMILIES = ("well_conditioned", "two_of_four", "weights_1e_4", "hessian_1e8
 TIGHT_FAMILIES = ("well_conditioned", "outlier_channels", "kappa_1e4", "rhs_of_dense_model", "real_smollm2_29_o_proj")
 
 
-MPAX_LARGE = ("rank_8_of_256", "rank_8_of_256_damped", "one_input", "real_smollm2_1_o_proj", "real_smollm2_29_o_proj")
+MPAX_LARGE = ("rank_8_of_256_damped", "one_input", "real_smollm2_29_o_proj")
 FULL = os.environ.get("QPRECON_FULL_CONTRACT") == "1"
 """Run what is left out for its cost too: the references on larger families, and mpax (seconds to compile a shape) on all."""
 

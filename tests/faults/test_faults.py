@@ -60,7 +60,7 @@ def test_told_to_end_after_the_last_word(server, models, known, tmp_path, tally)
 
 
 def test_killed_at_changes_of_files(server, models, known, tmp_path, tally):
-    kills_at_changes(server, models, tmp_path, tally, step=64 // TIMES, known=known)
+    kills_at_changes(server, models, tmp_path, tally, step=96 // TIMES, known=known)
     assert tally.counts["blocks taken over by the next run"] > 0
 
 
@@ -70,7 +70,7 @@ def test_two_on_one_output(server, models, known, tmp_path, tally):
 
 
 def test_a_full_disk(server, models, tmp_path, tally):
-    full_disk(server, models, tmp_path, tally, step=84 // TIMES)
+    full_disk(server, models, tmp_path, tally, step=100 // TIMES)
     assert tally.counts["refused in one line"] > 5
     assert tally.counts["full at an operation"] and tally.counts["full within a file"]
 

@@ -5,6 +5,7 @@ import pytest
 WHOLE = {"", "calibration", "evaluation", "files", "model"}  # they call transformers, or read what it reads
 ONE_CASE = {"lowbit", "pruning", "recovery", "statistics", "storage"}  # they run on its models, with settings that it never sees
 NOT_AGAIN = {"masks", "ranks", "reporting", "settings"}  # they compute with tensors that they are given
+ONE_FAMILY = {"recovery", "statistics"}  # their families are those of `pruning`, which has a case of each
 # Parameters that say what transformers builds, and how it is read and written.
 SEEN = {"family", "grid", "group", "group_size", "how", "make", "pickled", "place", "quantize", "streamed", "where", "whole"}
 
@@ -23,7 +24,7 @@ def pytest_collection_modifyitems(config, items):
         if folder in NOT_AGAIN or item.get_closest_marker("own") is not None:
             continue
         assert folder in WHOLE | ONE_CASE, f"tests/llm/conftest.py does not say whether {folder} hangs on transformers"
-        key = item.nodeid.split("[")[0], *case(item)
+        key = item.nodeid.split("[")[0], *case(item, SEEN - {"family"} if folder in ONE_FAMILY else SEEN)
         if folder in WHOLE or key not in seen:
             chosen.append(item)
         seen.add(key)
@@ -32,7 +33,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = chosen
 
 
-def case(item: pytest.Item) -> list[str]:
+def case(item: pytest.Item, seen: set[str]) -> list[str]:
     """What of its parameters transformers sees."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return [f"{name}={value}" for name, value in sorted(parameters.items()) if name in SEEN]
+    return [f"{name}={value}" for name, value in sorted(parameters.items()) if name in seen]
