@@ -82,14 +82,13 @@ class Ahead:
     columns: Any = None
     begun: Callable[[], Start] | None = None
 
-    def begin(self, following: list[Any]) -> None:
-        """Begin the start of the chunk that follows, if one does and there is room for it."""
-        for columns in following:
-            try:
-                self.begun, self.columns = self._begun(columns), columns
-            except Exception as error:
-                if not out_of_memory(error):
-                    raise
+    def begin(self, columns: Any) -> None:
+        """Begin the start of these columns, if there is room for it."""
+        try:
+            self.begun, self.columns = self._begun(columns), columns
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
 
     def start_of(self, columns: Any) -> Start:
         """The start of these columns."""
@@ -139,7 +138,7 @@ def solve_in_chunks(task: Task, limits: Limits, warm_NK: Array | None, batch_siz
     while pending:
         columns = pending.pop(0)
         try:
-            _solve_chunk(task, limits, ahead, columns, out, pending[:1])
+            _solve_chunk(task, limits, ahead, columns, out, pending[0] if pending else None)
             continue
         except Exception as error:
             if not out_of_memory(error) or width_of(columns) == 1:
@@ -159,14 +158,15 @@ def solve_again(task: Task, limits: Limits, out: Outcome, columns: np.ndarray, w
     results = out.results
     iterations, fell_back, status = (x[columns].copy() for x in (results.iterations, results.fell_back, results.status))
     for part in slices(np.arange(len(columns)), task.automatic_width(), contiguous=True):
-        _solve_chunk(task, limits, Ahead(task, warm_NK), columns[part], out, [])
+        _solve_chunk(task, limits, Ahead(task, warm_NK), columns[part], out)
     results.iterations[columns] += iterations
     kept_K = results.fell_back[columns] & ~fell_back  # what was there before was no fallback and stays
     results.status[columns[kept_K]] = status[kept_K]
     results.fell_back[columns] &= fell_back
 
 
-def _solve_chunk(task: Task, limits: Limits, ahead: Ahead, columns: Any, out: Outcome, following: list[Any]) -> None:
+def _solve_chunk(task: Task, limits: Limits, ahead: Ahead, columns: Any, out: Outcome, following: Any = None) -> None:
+    """Solve some columns. following: those that come next, None where none do."""
     problem, clock = task.problem, moment(out.results.weights_NK)
     start = ahead.start_of(columns)
     chunk = InProgress.begin(problem, task.cert, start, columns)
@@ -182,7 +182,7 @@ def _solve_chunk(task: Task, limits: Limits, ahead: Ahead, columns: Any, out: Ou
         out.add_extras(raw.extras)
         before = chunk.results.relative_gap[local], chunk.figures.value[local]
         arrives = chunk.audit_begun(local, answer_NK)
-        if round_ == 0:
+        if round_ == 0 and following is not None:
             ahead.begin(following)
         chunk.accept(local, raw, answer_NK, arrives())
         clock = out.lap(clock, "audit")

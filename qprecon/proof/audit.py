@@ -132,22 +132,20 @@ def _part(columns: Any, piece: slice, k: int) -> Any:
 def _piece_begun(
     problem: ColumnQP, cert: Certificate, weights_NK: Array, columns: Any, rho_out_NK: Array, certify: bool, rough: bool
 ) -> Callable[[], tuple[np.ndarray, ...]]:
-    seen, mask_NK = look(problem, cert, weights_NK, columns, rho_out_NK, rough), problem.mask_NK[:, columns]
+    seen = look(problem, cert, weights_NK, columns, rho_out_NK, rough)
     norm = _norm(problem, cert, seen.free_NK) if certify and cert.factor_NN is not None else None
     there = {name: array for name, array in vars(seen).items() if name.endswith("_K") and array is not None}
     if norm is not None:
         there |= {"norm_K": norm.norm_K} | ({} if norm.unbounded_K is None else {"unbounded_K": norm.unbounded_K})
     # one look at the device, and no small operations on it
     arrives = fetched(namespace(seen.value_K).stack([cast(array, "float64") for array in there.values()]))
-    error, names, solving = seen.error, list(there), None if norm is None else norm.solving
-    free_NK = seen.free_NK if certify and norm is None else None
-
-    def finish() -> tuple[np.ndarray, ...]:
-        host = dict(zip(names, arrives(), strict=True))
-        quadratic = functools.partial(_quadratic_term, problem, cert, free_NK, mask_NK, solving) if certify else None
-        return _numbers(problem, cert, host, error, quadratic)
-
-    if free_NK is None:
+    error, names, quadratic = seen.error, list(there), None
+    if norm is not None:
+        quadratic = functools.partial(_quadratic_term, problem, cert, norm.solving)
+    elif certify:
+        quadratic = functools.partial(_per_column_term, problem, seen.free_NK, problem.mask_NK[:, columns])
+    finish = lambda: _numbers(problem, cert, dict(zip(names, arrives(), strict=True)), error, quadratic)  # noqa: E731
+    if norm is not None or not certify:
         return finish
     numbers = finish()  # by factors of single columns, on the host: not to keep s of all pieces
     return lambda: numbers
@@ -156,7 +154,8 @@ def _piece_begun(
 def _numbers(
     problem: ColumnQP, cert: Certificate, host: dict[str, np.ndarray], error: float, quadratic: Callable[..., np.ndarray] | None
 ) -> tuple[np.ndarray, ...]:
-    """``_FIGURES`` from what was seen of columns, by name; what is None is left out. quadratic: see ``_quadratic_term``."""
+    """``_FIGURES`` from what was seen of columns, by name; what is None is left out. quadratic: makes an upper bound on sᵀ(A_II)⁻¹s
+    of what the residual's rounding is measured in and of what was seen, NaN where it has none; None: nothing is certified."""
     value_K, mass_K, zero_K = host["value_K"], host["mass_K"], np.zeros_like(host["value_K"])
     reach_K, price_K = host.get("reach_K", mass_K), host.get("price_K", zero_K)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -230,24 +229,20 @@ def _norm(problem: ColumnQP, cert: Certificate, free_NK: Array) -> _Norm:
 
 
 def _quadratic_term(
-    problem: ColumnQP, cert: Certificate, free_NK: Array | None, mask_NK: Array, solving: float | None, reach_K: np.ndarray,
-    host: dict[str, np.ndarray],
-) -> np.ndarray:  # fmt: skip
-    """An upper bound on sᵀ(A_II)⁻¹s, rounding included; NaN where none can be had. solving: ``_Norm``'s, None where there is none
-    and s is given."""
-    error = gamma(problem.n_inputs)
-    if solving is None:
-        return _per_column_term(problem, free_NK, error * reach_K, mask_NK)
+    problem: ColumnQP, cert: Certificate, solving: float, reach_K: np.ndarray, host: dict[str, np.ndarray]
+) -> np.ndarray:
+    """An upper bound on sᵀ(A_II)⁻¹s, rounding included, by the shared factor; solving: ``_Norm``'s."""
     norm_K = host["norm_K"]
-    term_K = (norm_K + cert.condition**0.5 * (solving * norm_K + error * reach_K)) ** 2
+    term_K = (norm_K + cert.condition**0.5 * (solving * norm_K + gamma(problem.n_inputs) * reach_K)) ** 2
     return np.where(host["unbounded_K"] != 0, np.inf, term_K) if "unbounded_K" in host else term_K
 
 
-def _per_column_term(problem: ColumnQP, free_NK: Array, noise_K: np.ndarray, mask_NK: Array) -> np.ndarray:
-    """Without a shared factor (H singular, no damping): factor each column's own A_II, while that stays cheap.
-
-    ``noise_K`` · √A_ii bounds the error of entry i of the residual.
-    """
+def _per_column_term(
+    problem: ColumnQP, free_NK: Array, mask_NK: Array, reach_K: np.ndarray, host: dict[str, np.ndarray]
+) -> np.ndarray:
+    """The same without a shared factor (H singular, no damping): each column's own A_II is factored, while that stays cheap; then
+    NaN."""
+    noise_K = gamma(problem.n_inputs) * reach_K  # times √A_ii bounds the error of entry i of the residual
     a_NN, s_NK = to_numpy(problem.damped_hessian("float64")), to_numpy(free_NK)
     kept_NK = to_numpy(mask_NK)
     out_K = np.full(s_NK.shape[1], np.nan)

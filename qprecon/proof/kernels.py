@@ -69,7 +69,7 @@ def _residual(
 
 @triton.jit
 def _store_largest(to, x, value, here):
-    """Infinite where a number was none, which no maximum shows, but ``value``."""
+    """The largest number of each column; infinite where one was NaN. A maximum does not show that, the sum ``value`` does."""
     largest = tl.max(x, 0)[None, :]
     tl.store(to, tl.where(value == value, largest, float("inf")), here)
 

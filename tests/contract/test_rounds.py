@@ -72,7 +72,7 @@ def _in_chunks(**more):
             rounds.InProgress, "accept", lambda chunk, *given: done.append(f"read {chunk.columns.start}") or accept(chunk, *given)
         )
         for name, value in more.items():
-            patch.setattr(rounds.Ahead, name, value, raising=False)
+            patch.setattr(rounds.Ahead, name, value)
         solution = qprecon.solve(**_thin(0, 0.01, samples=200, k=24), backend="pcg", batch_size=4)
     assert solution.optimal.all()
     return solution, done
@@ -83,7 +83,7 @@ def test_the_next_chunk_is_begun_while_an_audit_is_on_its_way():
     solution, done = _in_chunks()
     assert done[:6] == ["start 0", "audit 0", "start 4", "read 0", "audit 4", "start 8"]
     assert sorted(word for word in done if "start" in word) == sorted(f"start {first}" for first in range(0, 24, 4))
-    alone, done = _in_chunks(begin=lambda self, following: None)
+    alone, done = _in_chunks(begin=lambda self, columns: None)
     assert done[:4] == ["start 0", "audit 0", "read 0", "start 4"]
     assert np.array_equal(solution.weights, alone.weights) and np.array_equal(solution.gap_bound, alone.gap_bound)
 
@@ -92,17 +92,17 @@ def test_no_room_for_the_next_chunk_beside_an_audit_is_no_fault():
     """It waits for its turn, with as many columns as before."""
     from qprecon.engine import rounds
 
-    begin, refused = rounds.Ahead.begin, []
+    begin, begun, beside, refused = rounds.Ahead.begin, rounds.Ahead._begun, [], []
 
-    def begun(self, columns):
-        if self.busy and not refused.append(columns):
+    def crowded(self, columns):
+        if beside and not refused.append(columns):
             raise MemoryError
-        return rounds.start_begun(self.task.problem, self.task.cert, self.task.backend.dtype, self.warm_NK, columns)
+        return begun(self, columns)
 
-    def with_an_audit(self, following):
-        self.busy = True
-        begin(self, following)
-        self.busy = False
+    def with_an_audit(self, columns):
+        beside.append(columns)
+        begin(self, columns)
+        beside.clear()
 
-    solution, done = _in_chunks(_begun=begun, begin=with_an_audit, busy=False)
+    solution, done = _in_chunks(_begun=crowded, begin=with_an_audit)
     assert len(refused) == 5 and done.count("start 4") == 1 and "batch_size" not in solution.provenance.automatic

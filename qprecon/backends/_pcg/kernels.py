@@ -218,7 +218,7 @@ def _thin(
 @triton.jit(do_not_specialize=["rank"])
 def _inner(inner_ptr, v_ptr, t_ptr, rank, SIZE: tl.constexpr):
     """t = K_j v of one column, in float64: what C⁻¹r cancels is in these sums. K_j is symmetric, so that rows may be added up.
-    A library takes five times as long for matrices of 64 rows as reading them does."""
+    For small matrices a library takes several times as long as reading them does."""
     column, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     t = tl.zeros((SIZE, SIZE), tl.float64)
     for first in range(0, rank, SIZE):
