@@ -91,7 +91,7 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
     names = [name for name, _, _ in launches[before:]]  # small layers wait for launches: one more an iteration is slower
     project, expand = (["_thin"], ["_thin", "_thin"]) if split else ([], [])
     inside = [*expand[:1], "_inner", *expand[1:]]
-    assert names == [*project, "_curvature", "_alpha", "_advance", *inside, "_dot_z", "_beta", "_turn"]
+    assert names == [*project, "_curvature", "_alpha", "_advance", *inside, "_beta", "_turn"]
     assert not any(event.self_cpu_memory_usage > 0 for event in seen.key_averages()) and len(seen.key_averages())
     monkeypatch.setattr(module, "halves", lambda *given: None)  # a function of the kernels' module, which launches one
     narrow = fused.take(torch.tensor([1, 3]), p_NK[:, [1, 3]])

@@ -15,9 +15,10 @@ import torch
 import triton
 
 from ...arrays.halves import power_above
-from .kernels import COLS, INNER, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _dot_z, _inner, _thin, _turn, halves
+from ...arrays.interop import fetched
+from .kernels import COLS, INNER, LINE, ROWS, THIN, _advance, _alpha, _beta, _curvature, _inner, _thin, _turn, halves
 from .product import Split
-from .scalars import LEAST, Goal, Scalars, worst_of
+from .scalars import LEAST, Goal, Scalars, Seen
 
 FLOAT = torch.float32
 _SIZE = 6
@@ -39,7 +40,7 @@ class Fused:
         narrow = Fused(self.mask_NK.index_select(1, index), self.multiply, self.apply.take(index))
         narrow.goal = self.goal.take(index)
         narrow._make_room(p_NK)
-        narrow.far_K.copy_(self.far_K[index])
+        narrow.product_PK.copy_(self.product_PK[:, index])
         if narrow.split:
             narrow.p_scale_K.copy_(self.p_scale_K[index])
             halves(p_NK, narrow.p_row_N, narrow.p_scale_K, narrow.halves_M2K[: len(p_NK)])
@@ -53,14 +54,15 @@ class Fused:
         with torch.cuda.device(r_NK.device):
             # α = β = 0, so that the kernels of later steps make the first direction too
             if self.split:
-                self._dot(r_NK, r_NK, torch.zeros_like(self.root_N))  # w = 0: rᵀD⁻¹r, as rᵀz is not known
+                self._advance(r_NK, r_NK)  # for rᵀD⁻¹r, as rᵀz is not known
                 norm_K = self.partial_PK.sum(0).sqrt().clamp(2.0**-60, 2.0**60)
                 self.r_scale_K.copy_(2.0**_SIZE / power_above(norm_K))
             self._advance(r_NK, r_NK)
             w_NK = self._correction(r_NK)
-            self._rz(r_NK, w_NK, scalars)
+            self._beta(scalars)
             self.beta_K.zero_()
             self._direct(x_NK, p_NK, r_NK, w_NK)
+            scalars.rz_K.copy_(self.product_PK.sum(0))
         return p_NK
 
     def step(self, x_NK: torch.Tensor, r_NK: torch.Tensor, p_NK: torch.Tensor, scalars: Scalars) -> None:
@@ -70,23 +72,24 @@ class Fused:
             q_NK = self._product(p_NK)
             _curvature[self.grid](p_NK, q_NK, self.q_row_N, self.partial_PK, n, k, ROWS, COLS)
             _alpha[self.line](
-                self.partial_PK, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K, self.alpha_K,
-                self.p_scale_K, self.r_scale_K, len(self.partial_PK), k, self.split, _SIZE, LINE,
+                self.partial_PK, self.product_PK, scalars.rz_K, scalars.gain_K, scalars.active_K, scalars.iterations_K,
+                self.alpha_K, self.p_scale_K, self.r_scale_K, len(self.partial_PK), k, self.split, _SIZE, LINE,
             )  # fmt: skip
             self._advance(r_NK, q_NK)
             w_NK = self._correction(r_NK)
-            self._rz(r_NK, w_NK, scalars)
+            self._beta(scalars)
             self._direct(x_NK, p_NK, r_NK, w_NK)
 
-    def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
+    def look(self, scalars: Scalars, goal: Goal) -> Seen:
         """See ``Goal.look``: the kernels have done it, after every iteration."""
-        return worst_of(self.far_K)
+        return Seen(*fetched(self.seen_4K)())
 
     def _make_room(self, r_NK: torch.Tensor) -> None:
         (n, k), empty, scaled = r_NK.shape, r_NK.new_empty, self.apply.scaled
         self.grid, self.line = (triton.cdiv(n, ROWS), triton.cdiv(k, COLS)), (triton.cdiv(k, LINE),)
-        self.q_NK, self.partial_PK = torch.empty_like(r_NK), empty(self.grid[0], k)
-        self.alpha_K, self.beta_K, self.far_K = torch.zeros(3, k, dtype=r_NK.dtype, device=r_NK.device)
+        self.q_NK, (self.partial_PK, self.product_PK) = torch.empty_like(r_NK), empty(2, self.grid[0], k)
+        self.alpha_K, self.beta_K = torch.zeros(2, k, dtype=r_NK.dtype, device=r_NK.device)
+        self.seen_4K = empty(4, k)
         self.base_K = self.goal.base_K.contiguous()
         limits = torch.tensor([self.goal.margin, self.goal.tolerance, LEAST], dtype=torch.float64)
         self.limits = limits.to(r_NK.device, non_blocking=True)
@@ -114,11 +117,11 @@ class Fused:
         return torch.mm(self.multiply.wide_NM, self.halves_M2K[:, :k], out_dtype=FLOAT, out=self.q_NK)
 
     def _advance(self, r_NK: torch.Tensor, q_NK: torch.Tensor) -> None:
-        """r −= αq and what the preconditioner wants of it."""
+        """r −= αq, what the preconditioner wants of it, and rᵀD⁻¹r."""
         n, k = r_NK.shape
         _advance[self.grid](
             r_NK, q_NK, self.mask_NK, self.q_row_N, self.root_N, self.alpha_K, self.p_scale_K, self.r_scale_K, self.halves_M2K,
-            n, k, self.split, ROWS, COLS,
+            self.partial_PK, n, k, self.split, ROWS, COLS,
         )  # fmt: skip
 
     def _correction(self, r_NK: torch.Tensor) -> torch.Tensor | None:
@@ -146,32 +149,24 @@ class Fused:
         k, rank, _ = self.v_Kr1.shape
         _thin[self.thin_grid](t, out, factor, rank, k, stride, summed, stacked, THIN, THIN)
 
-    def _rz(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, scalars: Scalars) -> None:
-        """rᵀz of the new r, its ratio to the old, and which columns are done.
+    def _beta(self, scalars: Scalars) -> None:
+        """β from rᵀD⁻¹r − vᵀKv with v = (D⁻¹F)ᵀr, which needs no pass, and which columns are done.
 
-        rᵀD⁻¹r − vᵀKv with v = (D⁻¹F)ᵀr would need no pass, but it is not quite that of the z that p is made of: where an input is
-        massive nearly all of it cancels, and some columns take many more iterations.
+        Where an input is massive most of this rᵀz cancels. For β that does no harm. A step α as wrong would: α has the rᵀz of the
+        z that p is made of, which is known once p is.
         """
-        self._dot(r_NK, w_NK, self.w_row_N)
-        if w_NK is not None:
+        if self.apply.scaled is not None:
             torch.mm(self.v_Kr1[:, :, 0], self.apply.whole_rr, out=self.u_Kr)
         _beta[self.line](
             self.partial_PK, self.v_Kr1, self.t_Kr1, self.u_Kr, scalars.rz_K, scalars.beyond_K, scalars.active_K, self.beta_K,
-            scalars.gain_K, scalars.finished_K, scalars.iterations_K, self.base_K, self.limits, self.far_K, self.p_scale_K,
+            scalars.gain_K, scalars.finished_K, scalars.iterations_K, self.base_K, self.limits, self.seen_4K, self.p_scale_K,
             self.r_scale_K, len(self.partial_PK), *self.u_Kr.shape, self.goal.is_gain, self.split, _SIZE, LINE, THIN,
         )  # fmt: skip
 
-    def _dot(self, r_NK: torch.Tensor, w_NK: torch.Tensor | None, w_row_N: torch.Tensor) -> None:
-        (n, k), has_w = r_NK.shape, w_NK is not None
-        _dot_z[self.grid](
-            r_NK, r_NK if w_NK is None else w_NK, self.mask_NK, self.root_N, w_row_N, self.r_scale_K, self.partial_PK, n, k, has_w,
-            ROWS, COLS,
-        )  # fmt: skip
-
     def _direct(self, x_NK: torch.Tensor, p_NK: torch.Tensor, r_NK: torch.Tensor, w_NK: torch.Tensor | None) -> None:
-        """x += αp, then p = z + βp."""
+        """x += αp, then p = z + βp, and rᵀz."""
         (n, k), has_w = r_NK.shape, w_NK is not None
         _turn[self.grid](
             x_NK, p_NK, r_NK, r_NK if w_NK is None else w_NK, self.mask_NK, self.root_N, self.w_row_N, self.p_row_N, self.alpha_K,
-            self.beta_K, self.p_scale_K, self.r_scale_K, self.halves_M2K, n, k, has_w, self.split, ROWS, COLS,
+            self.beta_K, self.p_scale_K, self.r_scale_K, self.halves_M2K, self.product_PK, n, k, has_w, self.split, ROWS, COLS,
         )  # fmt: skip

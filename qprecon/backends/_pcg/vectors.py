@@ -11,7 +11,7 @@ from typing import Any
 
 from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, namespace
 from ...arrays.linalg import column_dots, take_columns
-from .scalars import Goal, Scalars
+from .scalars import Goal, Scalars, Seen
 
 _KERNELS_FROM = 2**13  # weights, padding included: kernels are not compiled for less
 
@@ -38,7 +38,7 @@ class Plain:
         scalars.active_K = scalars.rz_K > 0
         return z_NK
 
-    def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
+    def look(self, scalars: Scalars, goal: Goal) -> Seen:
         """See ``Goal.look``."""
         return goal.look(scalars)
 
