@@ -118,16 +118,13 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
 
 
 def _roughly(hessian_NN: Array, x_Nr: Array) -> Array:
-    """H·x; of a large float32 H on a GPU from bfloat16 numbers, as a power step needs no more digits (tests/backends/
-    test_preconditioner.py). By panels of rows, so that no second H is kept."""
+    """H·x; of a large float32 H on a GPU from bfloat16 numbers: a power step needs no more digits. No second H is kept."""
     n = len(hessian_NN)
     if n < _ROUGH_FROM or dtype_name(hessian_NN) != "float32" or not has_fast_halves(x_Nr):
         return hessian_NN @ x_Nr
-    torch, narrow_Nr, out_Nr = namespace(x_Nr), x_Nr.bfloat16(), namespace(x_Nr).empty_like(x_Nr)
-    for first in range(0, n, _ROUGH_FROM):
-        rows = slice(first, first + _ROUGH_FROM)
-        out_Nr[rows] = torch.mm(hessian_NN[rows].bfloat16(), narrow_Nr, out_dtype=torch.float32)
-    return out_Nr
+    torch, narrow_Nr = namespace(x_Nr), x_Nr.bfloat16()
+    panels = (hessian_NN[first : first + _ROUGH_FROM].bfloat16() for first in range(0, n, _ROUGH_FROM))
+    return torch.cat([torch.mm(panel_RN, narrow_Nr, out_dtype=torch.float32) for panel_RN in panels])
 
 
 def _mixing(core_rr: Array, noise: float) -> Array:
