@@ -26,31 +26,24 @@ def _tile(n, k, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     return rows.to(tl.int64) * stride + cols, (rows < n) & (cols < k), rows, cols
 
 
-@triton.jit(**_VARIED)
-def _curvature(p_ptr, q_ptr, q_row_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
-    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    p = tl.load(p_ptr + at, inside, 0.0)
-    q = tl.load(q_ptr + at, inside, 0.0) * tl.load(q_row_ptr + rows, rows < n, 0.0)
-    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(p * q, 0)[None, :], cols < k)
-
-
-@triton.jit(**_VARIED)
-def _advance(
-    r_ptr, q_ptr, mask_ptr, q_row_ptr, root_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, halves_ptr, out_ptr, n, k,
-    HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """r, the halves of D^-½r, and rᵀD⁻¹r. x takes its step in ``_turn``, which reads p anyway."""
-    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    alpha, kept = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(mask_ptr + at, inside, 0) != 0
-    unit = 1.0 / tl.load(p_scale_ptr + cols, cols < k, 1.0)  # a power of two: no quotient for every number
-    q = tl.load(q_ptr + at, inside, 0.0) * (tl.load(q_row_ptr + rows, rows < n, 0.0) * unit)
-    # a frozen column may hold an infinite q: 0·inf must not reach r
-    r = tl.load(r_ptr + at, inside, 0.0) - tl.where(kept & (alpha != 0.0), alpha * q, 0.0)
-    tl.store(r_ptr + at, r, inside)
-    even = r * tl.load(root_ptr + rows, rows < n, 0.0)
-    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(even * even, 0)[None, :], cols < k)
+@triton.jit
+def _read(x_ptr, row, scale, at, inside, rows, cols, k, HALVES: tl.constexpr):
+    """x, as it is or from what ``_store_halves`` made of row · x · scale."""
     if HALVES:
-        _store_halves(halves_ptr, even * tl.load(r_scale_ptr + cols, cols < k, 1.0), rows, cols, inside, k)
+        at = rows.to(tl.int64) * (2 * k) + cols
+        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) + tl.load(x_ptr + at + k, inside, 0.0).to(tl.float32)
+        x = x * (1.0 / row) * (1.0 / scale)
+    else:
+        x = tl.load(x_ptr + at, inside, 0.0)
+    return x
+
+
+@triton.jit
+def _write(x_ptr, x, row, scale, at, inside, rows, cols, k, HALVES: tl.constexpr):
+    if HALVES:
+        _store_halves(x_ptr, x * row * scale, rows, cols, inside, k)
+    else:
+        tl.store(x_ptr + at, x, inside)
 
 
 @triton.jit
@@ -62,17 +55,48 @@ def _store_halves(out_ptr, x, rows, cols, inside, k):
 
 
 @triton.jit(**_VARIED)
-def _alpha(
-    partial_ptr, product_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, parts, k,
-    HALVES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+def _curvature(
+    p_ptr, q_ptr, q_row_ptr, p_row_ptr, p_scale_ptr, out_ptr, n, k, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """rᵀz of the z that p is made of, α, and by what the next D^-½r is scaled."""
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    row, scale = tl.load(p_row_ptr + rows, rows < n, 1.0), tl.load(p_scale_ptr + cols, cols < k, 1.0)
+    p = _read(p_ptr, row, scale, at, inside, rows, cols, k, HALVES)
+    q = tl.load(q_ptr + at, inside, 0.0) * tl.load(q_row_ptr + rows, rows < n, 0.0)
+    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(p * q, 0)[None, :], cols < k)
+
+
+@triton.jit(**_VARIED)
+def _advance(
+    r_ptr, q_ptr, mask_ptr, q_row_ptr, root_ptr, alpha_ptr, p_scale_ptr, r_was_ptr, r_scale_ptr, out_ptr, n, k,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """r, and rᵀD⁻¹r. x takes its step in ``_turn``, which reads p anyway."""
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    alpha, kept = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(mask_ptr + at, inside, 0) != 0
+    unit = 1.0 / tl.load(p_scale_ptr + cols, cols < k, 1.0)  # a power of two: no quotient for every number
+    q = tl.load(q_ptr + at, inside, 0.0) * (tl.load(q_row_ptr + rows, rows < n, 0.0) * unit)
+    root = tl.load(root_ptr + rows, rows < n, 1.0)
+    r = _read(r_ptr, root, tl.load(r_was_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
+    # a frozen column may hold an infinite q: 0·inf must not reach r
+    r = r - tl.where(kept & (alpha != 0.0), alpha * q, 0.0)
+    _write(r_ptr, r, root, tl.load(r_scale_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
+    even = r * root
+    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(even * even, 0)[None, :], cols < k)
+
+
+@triton.jit(**_VARIED)
+def _alpha(
+    partial_ptr, product_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, p_scale_ptr, r_was_ptr, r_scale_ptr, parts,
+    k, HALVES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """rᵀz of the z that p is made of, α, and by what the next D^-½r is scaled, and the last was."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
     curvature = _total(partial_ptr, cols, parts, k, COLS).to(tl.float32) / tl.load(p_scale_ptr + cols, inside, 1.0)
     rz = _total(product_ptr, cols, parts, k, COLS).to(tl.float32)
     tl.store(rz_ptr + cols, rz, inside)
     if HALVES:
+        tl.store(r_was_ptr + cols, tl.load(r_scale_ptr + cols, inside, 1.0), inside)
         tl.store(r_scale_ptr + cols, _scale(rz, SIZE), inside)
     active = (tl.load(active_ptr + cols, inside, 0) != 0) & (curvature > 0.0) & (rz > 0.0)
     alpha = tl.where(active, rz / tl.where(active, curvature, 1.0), 0.0)
@@ -103,11 +127,11 @@ def _scale(rz, SIZE: tl.constexpr):
 @triton.jit(**_VARIED)
 def _beta(
     partial_ptr, v_ptr, t_ptr, u_ptr, rz_ptr, beyond_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr,
-    limits_ptr, seen_ptr, p_scale_ptr, r_scale_ptr, parts, k, rank, IS_GAIN: tl.constexpr, HALVES: tl.constexpr, SIZE: tl.constexpr,
-    COLS: tl.constexpr, THIN: tl.constexpr,
+    limits_ptr, seen_ptr, p_was_ptr, p_scale_ptr, r_scale_ptr, parts, k, rank, IS_GAIN: tl.constexpr, HALVES: tl.constexpr,
+    SIZE: tl.constexpr, COLS: tl.constexpr, THIN: tl.constexpr,
 ):  # fmt: skip
     """rᵀz as rᵀD⁻¹r − vᵀKv, which is near enough for β, and what is seen of the columns: ``scalars.Seen``. And by what the next p
-    is scaled."""
+    is scaled, and the last was."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
     inner = tl.zeros((COLS,), tl.float64)  # vᵀt
@@ -126,6 +150,7 @@ def _beta(
     active = tl.load(active_ptr + cols, inside, 0) != 0
     tl.store(beta_ptr + cols, tl.where(active & (fresh > 0.0), fresh / tl.where(active, rz, 1.0), 0.0), inside)
     if HALVES:
+        tl.store(p_was_ptr + cols, tl.load(p_scale_ptr + cols, inside, 1.0), inside)
         tl.store(p_scale_ptr + cols, _scale(fresh, SIZE), inside)
     iteration = tl.load(iterations_ptr + cols, inside, 0)
     gap = tl.load(limits_ptr) * (fresh + beyond).to(tl.float64)
@@ -147,24 +172,23 @@ def _beta(
 
 @triton.jit(**_VARIED)
 def _turn(
-    x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, p_row_ptr, alpha_ptr, beta_ptr, p_scale_ptr, r_scale_ptr,
-    halves_ptr, out_ptr, n, k, HAS_W: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, p_row_ptr, alpha_ptr, beta_ptr, p_was_ptr, p_scale_ptr, r_scale_ptr,
+    out_ptr, n, k, HAS_W: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """x takes its step along the old p; then p = z + βp with z = D⁻¹r − w, and rᵀz."""
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    alpha, p = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(p_ptr + at, inside, 0.0)
+    alpha, p_row = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(p_row_ptr + rows, rows < n, 1.0)
+    p = _read(p_ptr, p_row, tl.load(p_was_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
     tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + tl.where(alpha != 0.0, alpha * p, 0.0), inside)
-    r, root = tl.load(r_ptr + at, inside, 0.0), tl.load(root_ptr + rows, rows < n, 0.0)
+    root, r_scale = tl.load(root_ptr + rows, rows < n, 1.0), tl.load(r_scale_ptr + cols, cols < k, 1.0)
+    r = _read(r_ptr, root, r_scale, at, inside, rows, cols, k, HALVES)
     z = r * root * root
     if HAS_W:
-        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) * (1.0 / tl.load(r_scale_ptr + cols, cols < k, 1.0))
+        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) * (1.0 / r_scale)
         z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - tl.load(w_ptr + at, inside, 0.0) * w_row, 0.0)
     tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(r * z, 0)[None, :], cols < k)
     p = z + tl.load(beta_ptr + cols, cols < k, 0.0) * p
-    tl.store(p_ptr + at, p, inside)
-    if HALVES:
-        scale = tl.load(p_scale_ptr + cols, cols < k, 1.0)
-        _store_halves(halves_ptr, p * tl.load(p_row_ptr + rows, rows < n, 0.0) * scale, rows, cols, inside, k)
+    _write(p_ptr, p, p_row, tl.load(p_scale_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
 
 
 @triton.jit(**_VARIED)

@@ -49,7 +49,8 @@ def leave_finished(out: Out | None, state: State, alignment: int) -> tuple[Out, 
 
 @dataclass(eq=False)
 class State:
-    """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries. seen: at the last look."""
+    """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries, and lie as ``ops`` keeps
+    them. seen: at the last look."""
 
     goal: Goal
     ops: Any
@@ -69,16 +70,16 @@ class State:
         base_K = cast(chunk.improved_K if is_gain else chunk.start_objective_K, "float64")
         goal = Goal(base_K, is_gain, chunk.tolerance, OF_DIAGONAL if ops.apply.scaled is None else OF_LOW_RANK)
         x_NK = xp.zeros_like(r_NK)
-        p_NK = ops.begin(x_NK, r_NK, scalars, goal)
+        r_NK, p_NK = ops.begin(x_NK, r_NK, scalars, goal)
         scalars.finished_K |= scalars.rz_K == 0
         return State(goal, ops, x_NK, r_NK, p_NK, scalars, Seen.nothing(r_NK.shape[1]))
 
     def take(self, chosen: np.ndarray) -> State:
         """Only some of the columns."""
         index = like(chosen, self.x_NK)
-        x_NK, r_NK, p_NK = (take_columns(a_NK, index) for a_NK in (self.x_NK, self.r_NK, self.p_NK))
+        ops, r_NK, p_NK = self.ops.take(index, self.r_NK, self.p_NK)
         scalars, seen = self.scalars.take(index), self.seen.take(chosen)
-        return State(self.goal.take(index), self.ops.take(index, p_NK), x_NK, r_NK, p_NK, scalars, seen)
+        return State(self.goal.take(index), ops, take_columns(self.x_NK, index), r_NK, p_NK, scalars, seen)
 
     def report(self, status: str) -> tuple[str | np.ndarray, np.ndarray]:
         """A word for each column, ``status`` for those still active, or one where all converged; and their iterations. By the last
