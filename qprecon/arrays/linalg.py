@@ -53,19 +53,24 @@ def cholesky(a_NN: Array, overwrite: bool = False) -> Array | None:
     The strict upper triangle of the result is zero for torch and undefined for numpy; use it through ``solve_lower``. overwrite:
     `a` is needed no more, and torch puts the factor in its place: at 28,672 inputs a second matrix would be 6.6 GB.
     """
+    return cholesky_begun(a_NN, overwrite)()
+
+
+def cholesky_begun(a_NN: Array, overwrite: bool = False) -> Callable[[], Array | None]:
+    """``cholesky``, begun: what it returns gives the factor, and waits for a GPU that has been asked for it."""
     if kind_of(a_NN) == "torch":
         torch = namespace(a_NN)
         # Transposed, `a` lies as LAPACK wants its output; being symmetric it has the same entries.
         in_place = overwrite and a_NN.is_contiguous() and not a_NN.requires_grad
         out = (a_NN.mT, torch.empty((), dtype=torch.int32, device=a_NN.device)) if in_place else None
         factor, info = torch.linalg.cholesky_ex(a_NN if out is None else out[0], out=out)
-        unsound = (0.0 * torch.diagonal(factor)).sum()  # 0, or NaN where a number is not finite
-        return factor if bool(unsound == info) else None  # info is 0 for a factor that exists
+        sound = (0.0 * torch.diagonal(factor)).sum() == info  # 0, or NaN where a number is not finite; 0 for one that exists
+        return lambda: factor if bool(sound) else None
     try:
-        factor = _lapack().cholesky(a_NN, lower=True, check_finite=False)
+        lower_NN = _lapack().cholesky(a_NN, lower=True, check_finite=False)
     except np.linalg.LinAlgError:
-        return None
-    return factor if np.isfinite(factor.diagonal()).all() else None
+        return lambda: None
+    return lambda: lower_NN if np.isfinite(lower_NN.diagonal()).all() else None
 
 
 def solve_lower(factor_NN: Array, b_NK: Array) -> Array:

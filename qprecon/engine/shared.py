@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..contract.interface import Chunk, RawColumns, System
 from ..contract.registry import BUILT_IN, Loaded
 from ..problem.hessian import Hessian
 from ..problem.scaling import Scaling, layer_scaling
-from ..proof.factor import Certificate, certificate
+from ..proof.factor import Certificate, certificate_begun
 from ..wording import counted
 
 _FLOATS = ("weights_NK", "start_NK", "residual_NK", "linear_NK", "lower_NK", "upper_NK")  # of a chunk, in the backend's dtype
@@ -38,6 +39,7 @@ class Shared:
     def __init__(self, hessian: Hessian) -> None:
         self.hessian = hessian
         self._certificate: Certificate | None = None
+        self._begun: Callable[[], Certificate] | None = None
         self._setups: dict[tuple[str, str, str], BackendSetup] = {}
         self._inverse_factors: dict[tuple[float, str], Array] = {}
         self._definite: dict[tuple[float, str], bool] = {}
@@ -50,13 +52,20 @@ class Shared:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
+    def begin_certificate(self) -> None:
+        """Ask a GPU for the certificate's factor, so that it works while the host does something else."""
+        with self._lock, exact_float32(), self.fitting_threads(self.hessian.n_inputs):
+            if self._certificate is None and self._begun is None:
+                self._begun = certificate_begun(self.hessian)
+
     @property
     def certificate(self) -> Certificate:
         """See ``qprecon.proof.factor``: one float64 factorisation; without damping a few, until one holds."""
         with self._lock:
             if self._certificate is None:
                 with exact_float32(), self.fitting_threads(self.hessian.n_inputs):
-                    self._certificate = certificate(self.hessian)
+                    finish, self._begun = self._begun or certificate_begun(self.hessian), None
+                    self._certificate = finish()
             return self._certificate
 
     def setup(self, loaded: Loaded, dtype: str) -> BackendSetup:
@@ -117,7 +126,7 @@ class Shared:
         """Drop what was made."""
         with self._lock:
             if certificate:
-                self._certificate = None
+                self._certificate = self._begun = None
             if setups:
                 self._setups.clear()
             if inverse_factors:

@@ -67,7 +67,7 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
     chosen = {key: why for key, why in (("backend", why_backend), ("dtype", why_dtype)) if why}
     with exact_float32(), numbers_may_fail(), shared.fitting_threads(problem.n_columns):
         checked = moment(problem.weights_NK)
-        task = Task(problem, shared.certificate, shared.setup(loaded, dtype))
+        task = _task(shared, problem, loaded, dtype)
         deadline = None if request.time_limit is None else started + request.time_limit
         limits = Limits(request.tol, request.max_iterations, deadline)
         set_up = moment(problem.weights_NK)
@@ -79,6 +79,18 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
         if at_first is not limits and len(left := outcome.results.unfinished(limits.tol, own_limits=True)) and not limits.expired:
             solve_again(task, limits, outcome, left, None)  # ADMM goes on badly from weights without their multipliers
     return _assemble(task, outcome, request, chosen, seconds_between(checked, set_up))
+
+
+def _task(shared: Shared, problem: ColumnQP, loaded: registry.Loaded, dtype: str) -> Task:
+    """A GPU makes the certificate's factor while the host sets up the backend. On a CPU it is one after the other."""
+    if problem.place.device_type == "cuda":
+        shared.begin_certificate()
+        try:
+            shared.setup(loaded, dtype)
+        except Exception:
+            _ = shared.certificate  # where H is at fault, its error tells more
+            raise
+    return Task(problem, shared.certificate, shared.setup(loaded, dtype))
 
 
 def _last_resort(problem: ColumnQP) -> Backend | None:

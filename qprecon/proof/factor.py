@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.interop import Array, dtype_name, kind_of, like, namespace
-from ..arrays.linalg import add_to_diagonal, cholesky, power_of_two
+from ..arrays.linalg import add_to_diagonal, cholesky, cholesky_begun, power_of_two
 from ..problem.hessian import ENTRY, Hessian
 from .triangular import Blocks, blocks, size_for
 
@@ -72,6 +72,11 @@ def certificate(hessian: Hessian) -> Certificate:
     Raises:
         ValueError: A has a negative eigenvalue that summing in float32 does not explain.
     """
+    return certificate_begun(hessian)()
+
+
+def certificate_begun(hessian: Hessian) -> Callable[[], Certificate]:
+    """``certificate``, begun: a GPU has been asked for the factor that holds as a rule, and what it returns waits for it."""
     h_NN, diagonal_N = hessian.hessian_NN, hessian.diagonal_N + hessian.ridge
     n, trace, near = hessian.n_inputs, float(diagonal_N.sum()), lambda x_N: like(x_N, h_NN)
     dead_N = diagonal_N == 0
@@ -85,34 +90,54 @@ def certificate(hessian: Hessian) -> Certificate:
         "dead_N": near(dead_N) if any_dead else None,
     }
     if trace == 0.0:
-        return Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
+        return lambda: Certificate(factor_NN=None, condition=np.inf, semidefinite=True, **facts)
     fill_N = trace / n * dead_N
-    shifted = lambda by_N: cholesky(add_to_diagonal(h_NN, near(fill_N + hessian.ridge - by_N), "float64"), True)  # noqa: E731
-    factor_NN, condition, shift_N = factor_below(shifted, diagonal_N + fill_N, hessian.ridge)
-    semidefinite = factor_NN is not None or shifted(-16.0 * n * gamma(n) * diagonal_N) is not None
-    if not semidefinite and shifted(-n * ENTRY * 2.0**-24 * diagonal_N) is None:
+
+    def shifted(by_N: np.ndarray) -> Callable[[], Array | None]:
+        return cholesky_begun(add_to_diagonal(h_NN, near(fill_N + hessian.ridge - by_N), "float64"), True)
+
+    usual_N, usual_condition = _usual_shift(diagonal_N + fill_N, hessian.ridge)
+    first = None if usual_N is None else shifted(usual_N)
+
+    def finish() -> Certificate:
+        factor_NN, condition, shift_N = None if first is None else first(), usual_condition, usual_N
+        if factor_NN is None:
+            factor_NN, condition, shift_N = factor_below(lambda by_N: shifted(by_N)(), diagonal_N + fill_N)
+        semidefinite = factor_NN is not None or _is_semidefinite(hessian, diagonal_N, shifted)
+        kept_N = None if shift_N is None else near(shift_N)
+        return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, shift_N=kept_N, **facts)
+
+    return finish
+
+
+def _is_semidefinite(
+    hessian: Hessian, diagonal_N: np.ndarray, shifted: Callable[[np.ndarray], Callable[[], Array | None]]
+) -> bool:
+    """``Certificate.semidefinite`` where there is no factor. Raises ``certificate``'s error."""
+    n = hessian.n_inputs
+    if shifted(-16.0 * n * gamma(n) * diagonal_N)() is not None:
+        return True
+    if shifted(-n * ENTRY * 2.0**-24 * diagonal_N)() is None:
         mean = float(hessian.diagonal_N.mean())
-        holds = lambda damping: shifted((hessian.damping - 0.9 * damping) * mean) is not None  # noqa: E731  with some to spare
+        holds = lambda damping: shifted((hessian.damping - 0.9 * damping) * mean)() is not None  # noqa: E731  with some to spare
         enough = next((damping for damping in _DAMPINGS if damping > hessian.damping and holds(damping)), None)
         raise _indefinite("H plus damping has a negative eigenvalue that summing in float32 does not explain", enough)
-    shift_N = None if shift_N is None else near(shift_N)
-    return Certificate(factor_NN=factor_NN, condition=condition, semidefinite=semidefinite, shift_N=shift_N, **facts)
+    return False
+
+
+def _usual_shift(diagonal_N: np.ndarray, ridge: float) -> tuple[np.ndarray | None, float]:
+    """T with which A − T has a factor as a rule, and the condition that it proves; (None, inf) where it would prove nothing."""
+    ratio = 16.0 * float(diagonal_N.sum()) / ridge if ridge > 0.0 else np.inf
+    return (0.0 * diagonal_N + ridge / 16.0, 1.34 * ratio) if ratio * gamma(len(diagonal_N)) <= 0.25 else (None, np.inf)
 
 
 def factor_below(
-    shifted: Callable[[np.ndarray], Array | None], diagonal_N: np.ndarray, ridge: float = 0.0
+    shifted: Callable[[np.ndarray], Array | None], diagonal_N: np.ndarray
 ) -> tuple[Array | None, float, np.ndarray | None]:
     """L with LLᵀ ⪯ A, from ``shifted(T)``, a Cholesky factor of A − T or None, its condition and T; (None, inf, None) if none was
     found."""
     n = diagonal_N.shape[0]
-    least, error = 4.0 * n * gamma(n), gamma(n)
-    if ridge > 0.0:
-        ratio = 16.0 * float(diagonal_N.sum()) / ridge
-        if ratio * error <= 0.25:
-            shift_N = 0.0 * diagonal_N + ridge / 16.0
-            factor_NN = shifted(shift_N)
-            if factor_NN is not None:
-                return factor_NN, 1.34 * ratio, shift_N
+    least = 4.0 * n * gamma(n)
     for step in sorted({max(step, least) for step in _STEPS}, reverse=True):
         factor_NN = shifted(step * diagonal_N)
         if factor_NN is None:
