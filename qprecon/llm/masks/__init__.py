@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from qprecon.contract import plugins
 from qprecon.contract.options import made_options
-from qprecon.errors import PluginBrokenError
+from qprecon.errors import PluginBrokenError, raised_by_signal
 from qprecon.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ class Selector:
         try:
             return import_module(self.module)
         except Exception as error:
+            if raised_by_signal(error):
+                raise
             raise PluginBrokenError(f"mask {self.name!r} is installed but fails to import: {error!r}") from error
 
 
