@@ -100,8 +100,7 @@ class PreparedHessian:
         It does not depend on what was solved before. Arguments, result and errors: see ``qprecon.solve``.
         """
         started = time.monotonic()
-        if "damping" in backend_options:
-            raise ValueError(f"damping belongs to H and is {self.damping:g} here: qprecon.prepare(H, damping=…) makes another")
+        self.hessian.refuse_damping(backend_options)
         request = Request(backend, tol, max_iterations, time_limit, warm_start, batch_size, dtype, backend_options)
         problem = self.problem(W, mask, rhs=rhs, constant=constant, lower=lower, upper=upper)
         return run(self._at(problem.place, checked=True), problem, request, started)
@@ -162,11 +161,12 @@ class PreparedHessian:
             Rounded: weights and scales; its gaps say how far these weights are from the best real-valued ones of the mask.
 
         Raises:
-            ValueError: bad shapes or values (the argument is named), a group size that does not divide N, a start that is not 0
-                where pruned.
+            ValueError: bad shapes, values or options (the argument is named), a group size that does not divide N, a start that is
+                not 0 where pruned.
         """
-        problem = self.problem(W, mask, rhs=rhs, constant=constant)
-        return rounded(self._at(problem.place, checked=True), problem, start, grid, Effort.of(method, effort))
+        self.hessian.refuse_damping(effort)
+        asked, problem = Effort.of(method, effort, others=("rhs", "constant")), self.problem(W, mask, rhs=rhs, constant=constant)
+        return rounded(self._at(problem.place, checked=True), problem, start, grid, asked)
 
     def problem(
         self,

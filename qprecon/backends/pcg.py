@@ -203,7 +203,8 @@ def _solve(multiply: Any, apply: precondition.Preconditioner, chunk: Chunk, extr
         step()
         if iteration < looks.next and iteration != limit:
             continue
-        looks.note(iteration, *state.look())
+        seen = state.look()
+        looks.note(iteration, seen.worst, seen.left)
         if not looks.left:
             break
         if ops.is_rough and iteration - looks.better_at >= _PATIENCE:

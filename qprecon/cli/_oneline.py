@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import re
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -12,8 +15,12 @@ from qprecon.llm.settings.other_words import elsewhere
 from qprecon.wording import nearest
 
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)$", re.DOTALL)
-# A word of Python's spelling; a full stop at its end is the sentence's.
-_VALUE = r"""(?:(?P<quote>["'])(?P<quoted>[^"']+)(?P=quote)|(?P<bare>[\w:%+-]+(?:\.[\w:%+-]+)*))"""
+# A value of Python's spelling; a full stop at the end of a bare word is the sentence's.
+_PAIR = "KEY=VALUE"
+_TEXT = r"""'[^']*'|"[^"]*\""""
+_SEVERAL = rf"""\[(?:{_TEXT}|[^]'"])*\]|{{(?:{_TEXT}|[^}}'"])*}}"""
+_ONE = r"""(?P<quote>["'])(?P<quoted>[^"']+)(?P=quote)|(?P<bare>…|[\w:%+-]+(?:\.[\w:%+-]+)*)"""
+_VALUE = f"(?:(?P<several>{_SEVERAL})|{_ONE})"
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +42,10 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             long = [flag for flag in action.option_strings if flag.startswith("--")]
             if long:
-                message = re.sub(rf"(?<![\w.'\"-]){action.dest}={_VALUE}", partial(_as_flag, long), message)
+                pairs = action.metavar == _PAIR
+                message = re.sub(rf"(?<![\w.'\"-]){action.dest}={_VALUE}", partial(_as_flag, long, pairs), message)
+                if pairs:  # the subject of a message: "refine_options has no option"
+                    message = re.sub(rf"(^|: ){action.dest}(?=[: ])", rf"\1{long[0]}", message)
         return message
 
     def unknown(self, arguments: Sequence[str]) -> NoReturn:
@@ -57,11 +67,28 @@ def _written(action: argparse.Action) -> str:
     return next((flag for flag in action.option_strings if flag.startswith("--")), f"{action.metavar}, which has no flag")
 
 
-def _as_flag(flags: Sequence[str], found: re.Match[str]) -> str:
+def _as_flag(flags: Sequence[str], pairs: bool, found: re.Match[str]) -> str:
+    """pairs: whether the flag is given once for each KEY=VALUE."""
+    if found["several"]:
+        return _repeated(flags[0], pairs, found)
     value = found["quoted"] or found["bare"]
     if value == "True":
         return flags[0]
     return flags[-1] if value == "False" and len(flags) > 1 else f"{flags[0]} {value}"
+
+
+def _repeated(flag: str, pairs: bool, found: re.Match[str]) -> str:
+    """A list or a mapping as a command line has it; as it stands where it is none, or no flag takes it."""
+    try:
+        value = ast.literal_eval(found["several"])
+    except (SyntaxError, ValueError):
+        return found[0]
+    if isinstance(value, dict) and pairs:
+        words = [f"{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in value.items()]
+        return " ".join(f"{flag} {shlex.quote(word)}" for word in words)
+    if isinstance(value, list) and value:
+        return " ".join([flag, *(shlex.quote(str(each)) for each in value)])
+    return found[0]
 
 
 def _meant(near: str | None) -> str:

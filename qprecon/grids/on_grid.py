@@ -17,15 +17,16 @@ Shapes: N inputs, K columns, G groups of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..arrays.interop import Array, cast, dtype_name, from_core, kind_of, like, namespace, to_numpy
 from ..arrays.linalg import column_dots, column_norms, exact_float32, masked, upper_inverse_factor
-from ..contract.options import is_whole
+from ..contract.options import is_whole, made_options
 from ..engine.choice import choose_dtype
 from ..engine.in_progress import numbers_may_fail
 from ..engine.shared import Shared
@@ -34,7 +35,7 @@ from ..problem.hessian import floating
 from ..problem.scaling import layer_scaling
 from ..proof.verdict import Audit, Known, audited
 from ..solution import Solution
-from ..wording import counted
+from ..wording import counted, did_you_mean
 from .formats import Fitted, Grid, find_grid
 from .rounding import Product, descend, fast_product, feedback, refit_scales
 from .scales import fit_scales, power_near, search_scales
@@ -61,30 +62,37 @@ class Rounded(Audit):
     nearest_objective: np.ndarray
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much is tried: the number of passes of descent in a row, of re-fits of the scales, and of repeated sweeps."""
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """The options of a method: passes of descent in a row, re-fits of the scales, repeated sweeps."""
 
-    method: str = "sweep"
     sweeps: int = 2
     refits: int = 2
     repeats: int = 1
 
-    @staticmethod
-    def of(method: str, numbers: Mapping[str, int]) -> Effort:
-        """TypeError for a number of something else."""
-        known = [field.name for field in fields(Effort) if field.name != "method"]
-        if other := [name for name in numbers if name not in known]:
-            raise TypeError(f"round() got an unexpected keyword argument {other[0]!r}; there are {', '.join(known)}")
-        return Effort(method, **numbers)
-
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         for name, least in (("sweeps", 1), ("refits", 0), ("repeats", 0)):
             value = getattr(self, name)
             if not is_whole(value) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Effort(Numbers):
+    """A method, and how much it tries."""
+
+    method: str = "sweep"
+
+    @staticmethod
+    def of(method: str, numbers: Mapping[str, Any], called: str = "method", others: Sequence[str] = ()) -> Effort:
+        """ValueError for a method that there is not, and for an option or a number that it does not take, as a solve says it.
+
+        called: the argument that names the method. others: further ones, which a misspelt option may have meant.
+        """
+        if method not in METHODS:
+            raise ValueError(f"{called} must be one of {', '.join(METHODS)}, got {method!r}{did_you_mean(str(method), METHODS)}")
+        made_options(f"{called} {method!r}", Numbers, numbers, others)
+        return Effort(method=method, **numbers)
 
 
 def rounded(shared: Shared, problem: ColumnQP, start: Array | Solution, grid: Grid | str, effort: Effort) -> Rounded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +76,11 @@ class Hessian:
         """ValueError where the caller has written into H, which is not copied: what was made of it is of another matrix."""
         if bool(sampled_bits(self.hessian_NN) != self.sums):
             raise ValueError("H was changed after it was prepared, and is not copied: prepare it again, or prepare a copy")
+
+    def refuse_damping(self, options: Iterable[str]) -> None:
+        """ValueError for a damping among options of what is computed with this H, which has its own."""
+        if "damping" in options:
+            raise ValueError(f"damping belongs to H and is {self.damping:g} here: qprecon.prepare(H, damping=…) makes another")
 
     @property
     def n_inputs(self) -> int:

@@ -112,6 +112,27 @@ def test_few_samples_summed_in_fewer_digits_are_their_rank_all_the_same(damping,
 
 
 @pytest.mark.parametrize("kappa", [1e2, 1e6])
+def test_power_steps_of_a_large_h_need_no_more_than_bfloat16(kappa, monkeypatch):
+    """As on a GPU, by panels: what is left is no larger than by float32 steps, and the panels are those of H."""
+    rng = np.random.default_rng(2)
+    vectors_NN = np.linalg.qr(rng.standard_normal((256, 256)))[0]
+    values_N = np.logspace(0, -np.log10(kappa), 256)
+    h_NN = torch.from_numpy((vectors_NN * values_N @ vectors_NN.T).astype(np.float32))
+    mm, shapes = torch.mm, []
+    monkeypatch.setattr(precondition, "has_fast_halves", lambda x: True)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: shapes.append(tuple(a.shape)) or mm(a.float(), b.float()))
+
+    def left(rows):
+        monkeypatch.setattr(precondition, "_ROUGH_FROM", rows)
+        factor_Nr = precondition.low_rank(h_NN, 0.0, 24, 3).factor_Nr.double()
+        return float(torch.linalg.eigvalsh(h_NN.double() - factor_Nr @ factor_Nr.T)[-1])
+
+    exact, rough = left(257), left(100)
+    assert shapes == [(100, 256), (100, 256), (56, 256)] * 3
+    assert values_N[24] <= rough * (1 + 1e-5) and rough < 1.02 * exact
+
+
+@pytest.mark.parametrize("kappa", [1e2, 1e6])
 def test_the_low_rank_is_as_good_as_the_largest_eigenvectors(kappa):
     """In float32; the largest eigenvalue that is left is at most twice that of the best low rank."""
     rng = np.random.default_rng(1)

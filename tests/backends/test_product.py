@@ -66,7 +66,7 @@ def test_how_near_to_the_optimum_halves_come(tensor_cores, name):
     cost_K = 1.0 - (best_NK * residual_NK).sum(0)
     r_NK = residual_NK.float()
     x_NK, scalars = torch.zeros_like(r_NK), Scalars.zeros(r_NK)
-    p_NK = ops.begin(x_NK, r_NK, scalars, Goal(torch.ones(r_NK.shape[1], dtype=torch.float64), False, 0.0, 0.75))
+    _, p_NK = ops.begin(x_NK, r_NK, scalars, Goal(torch.ones(r_NK.shape[1], dtype=torch.float64), False, 0.0, 0.75))
     for _ in range(40):
         ops.step(x_NK, r_NK, p_NK, scalars)
     apart_NK = x_NK.double() - best_NK

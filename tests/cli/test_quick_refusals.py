@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,26 @@ REFUSED = {
     "prune M O --pattern 5:4": "would keep 5 of 4",
     "prune M O --backend PCG": "did you mean 'pcg'?",
     "prune M O --tol 0": "tol must",
+    "prune M O --targets re:[": "targets: 're:[' is not a regular expression",
+    "prune M O --ignore re:(": "ignore: 're:(' is not a regular expression",
+    "prune M O --dtype bfloat": "dtype 'bfloat' cannot be used; use one of float16, bfloat16, float32, float64",
+    "prune M O --mask-option grup=layer": "mask 'wanda' has no option 'grup'; did you mean 'group'?",
+    "prune M O --mask magnitude --mask-option group=row": "group must be one of output, layer, input",
+    "prune M O --mask sparsegpt --mask-option blocksize=64": "did you mean 'block_size'?",
+    "prune M O --mask sparsegpt --mask-option block_size=0": "block_size must be a positive integer",
+    "prune M O --mask alps --mask-option rho=-1": "rho must be positive",
+    "prune M O --mask thanos --mask-option damping=x": "damping must be a number",
+    "prune M O --mask thanos --mask-option outlier_rows=0.1": "outlier_rows applies to N:M patterns only",
+    "prune M O --mask proxsparse --pattern 2:4 --mask-option epochs=0": "epochs must be at least 1",
+    "prune M O --mask given": "mask 'given' needs mask_options=",
+    "prune M O --mask-file M --mask-option orientation=KM": "orientation must be one of NK, KN",
+    "prune M O --refine block --refine-option pases=4": "--refine-option has no option 'pases'",
+    "prune M O --refine block --refine-option lr=0": "lr must be a positive number",
+    "prune M O --allocation-option lamm=1": "allocation 'loss' has no option 'lamm'",
+    "prune M O --allocation loss --allocation-option per=row": "per must be block or layer",
+    "prune M O --allocation owl --pattern 2:4": "give a sparsity",
+    "prune M O --preset fast --allocation-option lam=1": "need --allocation owl",
+    "prune M O --rounding-option method=nearest": "rounding 'sweep' has no option 'method'. Its options: sweeps, refits, repeats",
     "prune M O --solve-option batch_size=0": "batch_size must be a positive integer",
     "prune M O --solve-option dtype=float16": "float32",
     "prune M O --solve-option damping=0.1": "give damping=... itself",
@@ -52,6 +73,7 @@ REFUSED = {
     "prune MUTE O --calib builtin": "has no tokenizer, which the calibration text needs",
     "prune --recipe nowhere.yaml": "no such recipe",
     "recover M OTHER O --train wieghts": "did you mean 'weights'?",
+    "recover M OTHER O --dtype bfloat": "dtype 'bfloat' cannot be used",
     "recover M OTHER O --lr -1": "lr must be a positive number",
     "recover M OTHER O --masks nowhere": "no such file or folder: nowhere",
     "recover M OTHER O --device cudda": "unknown device",
@@ -108,6 +130,14 @@ def test_it_is_told_in_one_line_without_the_libraries(told, line):
     code, said, there = told[line]
     assert code == 2 and REFUSED[line] in said and said.count("\n") == 1, said
     assert not there
+
+
+@pytest.mark.parametrize("words", [{"adapter_rank": 4}, {"mask": "proxsparse", "pattern": "2:4"}])
+def test_several_processes_are_told_what_takes_one_before_they_meet(words):
+    from qprecon.llm.settings.beforehand import check_prune
+
+    with pytest.raises(ValueError, match="which takes one process"):
+        check_prune({"model": "M", **words}, Path("builtin"), alone=False)
 
 
 def test_devices_that_are_refused_beforehand_are_refused_later_too():

@@ -84,18 +84,18 @@ def test_kernels_are_launched_on_their_tensors_device(kernels, split, monkeypatc
     fused, scalars = module.Fused(mask_NK, multiply, apply), Scalars.zeros(r_NK)
     goal = Goal(torch.ones(4, dtype=torch.float64), False, 1e-4, 0.75)
     x_NK = torch.zeros_like(r_NK)
-    p_NK = fused.begin(x_NK, r_NK, scalars, goal)
+    r_NK, p_NK = fused.begin(x_NK, r_NK, scalars, goal)
     before = len(launches)
     with torch.autograd.profiler.profile(profile_memory=True) as seen:
         fused.step(x_NK, r_NK, p_NK, scalars)
     names = [name for name, _, _ in launches[before:]]  # small layers wait for launches: one more an iteration is slower
     project, expand = (["_thin"], ["_thin", "_thin"]) if split else ([], [])
     inside = [*expand[:1], "_inner", *expand[1:]]
-    assert names == [*project, "_curvature", "_alpha", "_advance", *inside, "_dot_z", "_beta", "_turn"]
+    assert names == [*project, "_curvature", "_alpha", "_advance", *inside, "_beta", "_turn"]
     assert not any(event.self_cpu_memory_usage > 0 for event in seen.key_averages()) and len(seen.key_averages())
     monkeypatch.setattr(module, "halves", lambda *given: None)  # a function of the kernels' module, which launches one
-    narrow = fused.take(torch.tensor([1, 3]), p_NK[:, [1, 3]])
-    narrow.step(x_NK[:, :2], r_NK[:, :2], p_NK[:, :2], scalars.take(torch.tensor([1, 3])))
+    narrow, r_NK, p_NK = fused.take(torch.tensor([1, 3]), r_NK, p_NK)
+    narrow.step(x_NK[:, :2], r_NK, p_NK, scalars.take(torch.tensor([1, 3])))
     assert [name for name, _, _ in launches[before:]] == 2 * names and narrow.q_NK.shape == (8, 2)
     for name, device, arguments in launches:
         assert {device} == {x.device for x in arguments if isinstance(x, torch.Tensor)}, name

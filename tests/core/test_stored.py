@@ -244,8 +244,20 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=word):
             prepared.round(w, mask, start, grid, **options)
-    with pytest.raises(TypeError, match="^round.* unexpected keyword argument 'passes'; there are sweeps, refits, repeats"):
-        qprecon.prepare(np.eye(8)).round(np.ones((8, 2)), np.ones((8, 2)), np.ones((8, 2)), "bf16", passes=3)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"passes": 3}, "^method 'sweep' has no option 'passes'. Its options: sweeps, refits, repeats$"),
+    ({"method": "descent", "sweps": 3}, "^method 'descent' has no option 'sweps'; did you mean 'sweeps'[?]"),
+    ({"constnat": 3}, "^method 'sweep' has no option 'constnat'; did you mean 'constant'[?]"),
+    ({"sweeps": "3"}, "^method 'sweep': sweeps must be a whole number, got '3'$"),
+    ({"method": "swep"}, "^method must be one of .*; did you mean 'sweep'[?]"),
+    ({"damping": 0.1}, "^damping belongs to H and is 0 here"),
+])  # fmt: skip
+def test_options_are_refused_as_those_of_a_solve_are(options, said):
+    one = np.ones((8, 2))
+    with pytest.raises(ValueError, match=said):
+        qprecon.prepare(np.eye(8)).round(one, one, one, "bf16", **options)
 
 
 @pytest.mark.gpu

@@ -26,30 +26,24 @@ def _tile(n, k, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     return rows.to(tl.int64) * stride + cols, (rows < n) & (cols < k), rows, cols
 
 
-@triton.jit(**_VARIED)
-def _curvature(p_ptr, q_ptr, q_row_ptr, out_ptr, n, k, ROWS: tl.constexpr, COLS: tl.constexpr):
-    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    p = tl.load(p_ptr + at, inside, 0.0)
-    q = tl.load(q_ptr + at, inside, 0.0) * tl.load(q_row_ptr + rows, rows < n, 0.0)
-    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(p * q, 0)[None, :], cols < k)
-
-
-@triton.jit(**_VARIED)
-def _advance(
-    r_ptr, q_ptr, mask_ptr, q_row_ptr, root_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, halves_ptr, n, k,
-    HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """r and the halves of D^-½r. x takes its step in ``_turn``, which reads p anyway."""
-    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    alpha, kept = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(mask_ptr + at, inside, 0) != 0
-    unit = 1.0 / tl.load(p_scale_ptr + cols, cols < k, 1.0)  # a power of two: no quotient for every number
-    q = tl.load(q_ptr + at, inside, 0.0) * (tl.load(q_row_ptr + rows, rows < n, 0.0) * unit)
-    # a frozen column may hold an infinite q: 0·inf must not reach r
-    r = tl.load(r_ptr + at, inside, 0.0) - tl.where(kept & (alpha != 0.0), alpha * q, 0.0)
-    tl.store(r_ptr + at, r, inside)
+@triton.jit
+def _read(x_ptr, row, scale, at, inside, rows, cols, k, HALVES: tl.constexpr):
+    """x, as it is or from what ``_store_halves`` made of row · x · scale."""
     if HALVES:
-        even = r * tl.load(root_ptr + rows, rows < n, 0.0) * tl.load(r_scale_ptr + cols, cols < k, 1.0)
-        _store_halves(halves_ptr, even, rows, cols, inside, k)
+        at = rows.to(tl.int64) * (2 * k) + cols
+        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) + tl.load(x_ptr + at + k, inside, 0.0).to(tl.float32)
+        x = x * (1.0 / row) * (1.0 / scale)
+    else:
+        x = tl.load(x_ptr + at, inside, 0.0)
+    return x
+
+
+@triton.jit
+def _write(x_ptr, x, row, scale, at, inside, rows, cols, k, HALVES: tl.constexpr):
+    if HALVES:
+        _store_halves(x_ptr, x * row * scale, rows, cols, inside, k)
+    else:
+        tl.store(x_ptr + at, x, inside)
 
 
 @triton.jit
@@ -61,18 +55,50 @@ def _store_halves(out_ptr, x, rows, cols, inside, k):
 
 
 @triton.jit(**_VARIED)
-def _alpha(
-    partial_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, p_scale_ptr, r_scale_ptr, parts, k,
-    HALVES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+def _curvature(
+    p_ptr, q_ptr, q_row_ptr, p_row_ptr, p_scale_ptr, out_ptr, n, k, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """α, and by what the next D^-½r is scaled."""
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    row, scale = tl.load(p_row_ptr + rows, rows < n, 1.0), tl.load(p_scale_ptr + cols, cols < k, 1.0)
+    p = _read(p_ptr, row, scale, at, inside, rows, cols, k, HALVES)
+    q = tl.load(q_ptr + at, inside, 0.0) * tl.load(q_row_ptr + rows, rows < n, 0.0)
+    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(p * q, 0)[None, :], cols < k)
+
+
+@triton.jit(**_VARIED)
+def _advance(
+    r_ptr, q_ptr, mask_ptr, q_row_ptr, root_ptr, alpha_ptr, p_scale_ptr, r_was_ptr, r_scale_ptr, out_ptr, n, k,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """r, and rᵀD⁻¹r. x takes its step in ``_turn``, which reads p anyway."""
+    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
+    alpha, kept = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(mask_ptr + at, inside, 0) != 0
+    unit = 1.0 / tl.load(p_scale_ptr + cols, cols < k, 1.0)  # a power of two: no quotient for every number
+    q = tl.load(q_ptr + at, inside, 0.0) * (tl.load(q_row_ptr + rows, rows < n, 0.0) * unit)
+    root = tl.load(root_ptr + rows, rows < n, 1.0)
+    r = _read(r_ptr, root, tl.load(r_was_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
+    # a frozen column may hold an infinite q: 0·inf must not reach r
+    r = r - tl.where(kept & (alpha != 0.0), alpha * q, 0.0)
+    _write(r_ptr, r, root, tl.load(r_scale_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
+    even = r * root
+    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(even * even, 0)[None, :], cols < k)
+
+
+@triton.jit(**_VARIED)
+def _alpha(
+    partial_ptr, product_ptr, rz_ptr, gain_ptr, active_ptr, iterations_ptr, alpha_ptr, p_scale_ptr, r_was_ptr, r_scale_ptr, parts,
+    k, HALVES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """rᵀz of the z that p is made of, α, and by what the next D^-½r is scaled, and the last was."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
-    curvature = _total(partial_ptr, cols, parts, k, COLS) / tl.load(p_scale_ptr + cols, inside, 1.0)
-    rz = tl.load(rz_ptr + cols, inside, 0.0)
+    curvature = _total(partial_ptr, cols, parts, k, COLS).to(tl.float32) / tl.load(p_scale_ptr + cols, inside, 1.0)
+    rz = _total(product_ptr, cols, parts, k, COLS).to(tl.float32)
+    tl.store(rz_ptr + cols, rz, inside)
     if HALVES:
+        tl.store(r_was_ptr + cols, tl.load(r_scale_ptr + cols, inside, 1.0), inside)
         tl.store(r_scale_ptr + cols, _scale(rz, SIZE), inside)
-    active = (tl.load(active_ptr + cols, inside, 0) != 0) & (curvature > 0.0)
+    active = (tl.load(active_ptr + cols, inside, 0) != 0) & (curvature > 0.0) & (rz > 0.0)
     alpha = tl.where(active, rz / tl.where(active, curvature, 1.0), 0.0)
     tl.store(alpha_ptr + cols, alpha, inside)
     tl.store(active_ptr + cols, active, inside)
@@ -82,8 +108,8 @@ def _alpha(
 
 @triton.jit
 def _total(partial_ptr, cols, parts, k, COLS: tl.constexpr):
-    """The sums of columns from the partial ones, (COLS,)."""
-    total = tl.zeros((_PARTS, COLS), tl.float32)
+    """The sums of columns from the partial ones, (COLS,) float64."""
+    total = tl.zeros((_PARTS, COLS), tl.float64)
     for first in range(0, parts, _PARTS):
         rows = first + tl.arange(0, _PARTS)[:, None]
         total += tl.load(partial_ptr + rows * k + cols[None, :], (rows < parts) & (cols[None, :] < k), 0.0)
@@ -101,82 +127,68 @@ def _scale(rz, SIZE: tl.constexpr):
 @triton.jit(**_VARIED)
 def _beta(
     partial_ptr, v_ptr, t_ptr, u_ptr, rz_ptr, beyond_ptr, active_ptr, beta_ptr, gain_ptr, finished_ptr, iterations_ptr, base_ptr,
-    limits_ptr, far_ptr, p_scale_ptr, r_scale_ptr, parts, k, rank, IS_GAIN: tl.constexpr, HALVES: tl.constexpr, SIZE: tl.constexpr,
-    COLS: tl.constexpr, THIN: tl.constexpr,
+    limits_ptr, seen_ptr, p_was_ptr, p_scale_ptr, r_scale_ptr, parts, k, rank, IS_GAIN: tl.constexpr, HALVES: tl.constexpr,
+    SIZE: tl.constexpr, COLS: tl.constexpr, THIN: tl.constexpr,
 ):  # fmt: skip
-    """β, and ``scalars.Goal.look`` of the columns that go on, also how far they are from their goal. And by what the next p is
-    scaled."""
+    """rᵀz as rᵀD⁻¹r − vᵀKv, which is near enough for β, and what is seen of the columns: ``scalars.Seen``. And by what the next p
+    is scaled, and the last was."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = cols < k
-    fresh = _total(partial_ptr, cols, parts, k, COLS)
+    inner = tl.zeros((COLS,), tl.float64)  # vᵀt
     beyond = tl.zeros((COLS,), tl.float32)  # vᵀ(t − u)
     for first in range(0, rank, THIN):
         rows = first + tl.arange(0, THIN)[None, :]
         at, here = cols.to(tl.int64)[:, None] * rank + rows, inside[:, None] & (rows < rank)
-        apart = tl.load(t_ptr + at, here, 0.0) - tl.load(u_ptr + at, here, 0.0)
-        beyond += tl.sum(tl.load(v_ptr + at, here, 0.0) * apart, 1)
-    r_scale = tl.load(r_scale_ptr + cols, inside, 1.0)  # of v, t and u
-    beyond = tl.maximum(beyond / (r_scale * r_scale), 0.0)
+        v, t = tl.load(v_ptr + at, here, 0.0), tl.load(t_ptr + at, here, 0.0)
+        inner += tl.sum(v.to(tl.float64) * t.to(tl.float64), 1)
+        beyond += tl.sum(v * (t - tl.load(u_ptr + at, here, 0.0)), 1)
+    unit = 1.0 / tl.load(r_scale_ptr + cols, inside, 1.0)  # of v, t and u
+    beyond = tl.maximum(beyond * unit * unit, 0.0)
     tl.store(beyond_ptr + cols, beyond, inside)
+    fresh = (_total(partial_ptr, cols, parts, k, COLS) - inner * unit.to(tl.float64) * unit.to(tl.float64)).to(tl.float32)
     rz = tl.load(rz_ptr + cols, inside, 0.0)
     active = tl.load(active_ptr + cols, inside, 0) != 0
-    tl.store(beta_ptr + cols, tl.where(active, fresh / tl.where(active, rz, 1.0), 0.0), inside)
-    tl.store(rz_ptr + cols, fresh, inside)
+    tl.store(beta_ptr + cols, tl.where(active & (fresh > 0.0), fresh / tl.where(active, rz, 1.0), 0.0), inside)
     if HALVES:
+        tl.store(p_was_ptr + cols, tl.load(p_scale_ptr + cols, inside, 1.0), inside)
         tl.store(p_scale_ptr + cols, _scale(fresh, SIZE), inside)
-    active = active & (fresh > 0.0)
     iteration = tl.load(iterations_ptr + cols, inside, 0)
     gap = tl.load(limits_ptr) * (fresh + beyond).to(tl.float64)
     total, gain = tl.load(base_ptr + cols, inside, 1.0), tl.load(gain_ptr + cols, inside, 0.0).to(tl.float64)
     total = total + gain if IS_GAIN else total - gain - gap
     enough = tl.load(limits_ptr + 1) * tl.maximum(total, tl.load(limits_ptr + 2))
-    done = active & (iteration > 0) & (gap <= enough)
+    done = active & (iteration > 0) & (fresh >= 0.0) & (gap <= enough)
+    active = active & (done == 0)
     tl.store(finished_ptr + cols, done, inside & done)
-    tl.store(active_ptr + cols, active & (done == 0), inside)
+    tl.store(active_ptr + cols, active, inside)
     far = gap / enough
-    far = tl.where(far == far, far, float("inf"))
-    far = tl.where(active & (done == 0), far, 0.0)
-    tl.store(far_ptr + cols, far.to(tl.float32), inside)
-
-
-@triton.jit(**_VARIED)
-def _dot_z(
-    r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, out_ptr, n, k, HAS_W: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):  # fmt: skip
-    at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    z, r = _z(r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, at, inside, rows, cols, n, k, HAS_W)
-    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(r * z, 0)[None, :], cols < k)
+    far = tl.where((fresh >= 0.0) & (far == far), far, float("inf"))
+    tl.store(seen_ptr + cols, tl.where(active, far, 0.0).to(tl.float32), inside)
+    tl.store(seen_ptr + k + cols, active.to(tl.float32), inside)
+    stopped = (active == 0) & (done == 0) & (tl.load(finished_ptr + cols, inside, 1) == 0)
+    tl.store(seen_ptr + 2 * k + cols, (stopped & (rz != 0.0)).to(tl.float32), inside)
+    tl.store(seen_ptr + 3 * k + cols, iteration.to(tl.float32), inside)
 
 
 @triton.jit(**_VARIED)
 def _turn(
-    x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, p_row_ptr, alpha_ptr, beta_ptr, p_scale_ptr, r_scale_ptr,
-    halves_ptr, n, k, HAS_W: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, p_ptr, r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, p_row_ptr, alpha_ptr, beta_ptr, p_was_ptr, p_scale_ptr, r_scale_ptr,
+    out_ptr, n, k, HAS_W: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """x takes its step along the old p; then p = z + βp."""
+    """x takes its step along the old p; then p = z + βp with z = D⁻¹r − w, and rᵀz."""
     at, inside, rows, cols = _tile(n, k, k, ROWS, COLS)
-    alpha, p = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(p_ptr + at, inside, 0.0)
+    alpha, p_row = tl.load(alpha_ptr + cols, cols < k, 0.0), tl.load(p_row_ptr + rows, rows < n, 1.0)
+    p = _read(p_ptr, p_row, tl.load(p_was_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
     tl.store(x_ptr + at, tl.load(x_ptr + at, inside, 0.0) + tl.where(alpha != 0.0, alpha * p, 0.0), inside)
-    z, _ = _z(r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, at, inside, rows, cols, n, k, HAS_W)
-    p = z + tl.load(beta_ptr + cols, cols < k, 0.0) * p
-    tl.store(p_ptr + at, p, inside)
-    if HALVES:
-        scale = tl.load(p_scale_ptr + cols, cols < k, 1.0)
-        _store_halves(halves_ptr, p * tl.load(p_row_ptr + rows, rows < n, 0.0) * scale, rows, cols, inside, k)
-
-
-@triton.jit
-def _z(
-    r_ptr, w_ptr, mask_ptr, root_ptr, w_row_ptr, r_scale_ptr, at, inside, rows, cols, n, k, HAS_W: tl.constexpr
-):  # fmt: skip
-    # z is made twice, for its product with r and for p, rather than written and read: w and r are in memory anyway
-    r, root = tl.load(r_ptr + at, inside, 0.0), tl.load(root_ptr + rows, rows < n, 0.0)
+    root, r_scale = tl.load(root_ptr + rows, rows < n, 1.0), tl.load(r_scale_ptr + cols, cols < k, 1.0)
+    r = _read(r_ptr, root, r_scale, at, inside, rows, cols, k, HALVES)
     z = r * root * root
     if HAS_W:
-        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) * (1.0 / tl.load(r_scale_ptr + cols, cols < k, 1.0))
+        w_row = tl.load(w_row_ptr + rows, rows < n, 0.0) * (1.0 / r_scale)
         z = tl.where(tl.load(mask_ptr + at, inside, 0) != 0, z - tl.load(w_ptr + at, inside, 0.0) * w_row, 0.0)
-    return z, r
+    tl.store(out_ptr + tl.program_id(0) * k + cols, tl.sum(r * z, 0)[None, :], cols < k)
+    p = z + tl.load(beta_ptr + cols, cols < k, 0.0) * p
+    _write(p_ptr, p, p_row, tl.load(p_scale_ptr + cols, cols < k, 1.0), at, inside, rows, cols, k, HALVES)
 
 
 @triton.jit(**_VARIED)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import numpy as np
 
 
 @dataclass(eq=False)
@@ -25,8 +24,8 @@ class Looks:
     left: int = 0
     better_at: int = 0
     _at: int = 0
-    _worst: float = np.inf
-    _best: float = np.inf
+    _worst: float = math.inf
+    _best: float = math.inf
     _few_since: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +49,7 @@ class Looks:
 
     def _wait(self, worst: float, iterations: int) -> int:
         """Iterations until the worst is done at the rate at which it has come nearer since the last look, so many before."""
-        if not 1.0 < worst < self._worst < np.inf:
+        if not 1.0 < worst < self._worst < math.inf:
             return self.most
-        return int(np.clip(np.ceil(iterations * np.log(worst) / np.log(self._worst / worst)), 1, self.most))
+        rate = math.log(self._worst / worst)  # 0 of neighbours
+        return min(max(math.ceil(iterations * math.log(worst) / rate), 1), self.most) if rate else self.most

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.halves import halved, unit_of
+from ...arrays.halves import halved, has_fast_halves, unit_of
 from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, namespace
 from ...arrays.linalg import cholesky, identity, lower_inverses, solve_lower, take_columns
 from .factor import Factor, FactorInHalves
@@ -26,6 +26,7 @@ _DOUBLE = 2.0**-53
 _BLOCKS_FROM, _LEAF = 128, 32
 """Rows from which matrices on a GPU are inverted block by block, and of the blocks that are solved with. With 128 rows that took 20
 ms of a block of the 8B shape instead of 27 (docs/performance.md, from block_profile_passes.json); with 64 rows it gains nothing."""
+_ROUGH_FROM = 4096  # inputs, and rows of a panel
 _INNER_BYTES = 2.0**28
 _SLAB = 2.0**26  # entries
 _ALIGNMENT = 64  # columns of a product: an odd width costs tensor cores most of their speed
@@ -101,11 +102,10 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     basis B of it, FFᵀ = HB(BᵀHB)⁻¹BᵀH.
     """
     xp, n, dtype = namespace(hessian_NN), hessian_NN.shape[0], dtype_name(hessian_NN)
-    undamped = lambda x_Nr: hessian_NN @ x_Nr - ridge * x_Nr  # noqa: E731
     basis_Nr = gaussian(n, min(n, rank), hessian_NN)
     for _ in range(max(power_steps, 1)):
-        basis_Nr = _orthonormal(undamped(basis_Nr) if power_steps else basis_Nr)
-    image_Nr = undamped(basis_Nr)
+        basis_Nr = _orthonormal(_roughly(hessian_NN, basis_Nr) - ridge * basis_Nr if power_steps else basis_Nr)
+    image_Nr = hessian_NN @ basis_Nr - ridge * basis_Nr
     core_rr = cast(basis_Nr.T @ image_Nr, "float64")
     mixing_rr = _mixing(0.5 * (core_rr + core_rr.T), 32.0 * _epsilon(hessian_NN))
     factor_Nr = cast(cast(image_Nr, "float64") @ mixing_rr, dtype)
@@ -115,6 +115,16 @@ def low_rank(hessian_NN: Array, ridge: float, rank: int, power_steps: int) -> Lo
     least = 1e-7 / max(n, 1) * captured_N.sum() + max(ridge, 1e-30)
     diagonal_N = xp.maximum(rest_N, xp.zeros_like(rest_N)) + _LEAK * _epsilon(hessian_NN) * captured_N + least
     return LowRank(factor_Nr, diagonal_N)
+
+
+def _roughly(hessian_NN: Array, x_Nr: Array) -> Array:
+    """H·x; of a large float32 H on a GPU from bfloat16 numbers: a power step needs no more digits. No second H is kept."""
+    n = len(hessian_NN)
+    if n < _ROUGH_FROM or dtype_name(hessian_NN) != "float32" or not has_fast_halves(x_Nr):
+        return hessian_NN @ x_Nr
+    torch, narrow_Nr = namespace(x_Nr), x_Nr.bfloat16()
+    panels = (hessian_NN[first : first + _ROUGH_FROM].bfloat16() for first in range(0, n, _ROUGH_FROM))
+    return torch.cat([torch.mm(panel_RN, narrow_Nr, out_dtype=torch.float32) for panel_RN in panels])
 
 
 def _mixing(core_rr: Array, noise: float) -> Array:

@@ -62,18 +62,45 @@ class Goal:
         """Of some of the columns."""
         return replace(self, base_K=self.base_K[index])
 
-    def look(self, scalars: Scalars) -> tuple[float, int]:
-        """Stop the columns that are done; how many times too large the worst other one's error is, and how many go on."""
+    def look(self, scalars: Scalars) -> Seen:
+        """Stop the columns that are done, and see how the others are."""
         gap_K, xp = self.margin * cast(scalars.rz_K + scalars.beyond_K, "float64"), namespace(scalars.rz_K)
         total_K = self.base_K + scalars.gain_K if self.is_gain else self.base_K - scalars.gain_K - gap_K
         enough_K = self.tolerance * xp.maximum(total_K, xp.full_like(total_K, LEAST))
         scalars.finished_K |= (gap_K <= enough_K) & (gap_K >= 0)
         scalars.active_K &= ~scalars.finished_K  # in its place, where a recorded step looks for it
-        return worst_of(xp.where(scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K)))
+        far_K = xp.where(scalars.active_K, gap_K / enough_K, xp.zeros_like(gap_K))
+        broken_K = ~scalars.active_K & ~scalars.finished_K & (scalars.rz_K != 0)
+        seen = [cast(fact, "float64") for fact in (far_K, scalars.active_K, broken_K, scalars.iterations_K)]
+        return Seen(*to_numpy(xp.stack(seen)))  # one look at the device
 
 
-def worst_of(far_K: Array) -> tuple[float, int]:
-    """The largest number and how many are above 0; no number counts as infinite. One look at the device."""
-    known_K = to_numpy(far_K)
-    worst = float(known_K.max(initial=0.0))  # NaN if there is one
-    return np.inf if np.isnan(worst) else worst, int(np.count_nonzero(~(known_K <= 0)))
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a look shows of the columns, (K,) floats: how many times too large the error of those that go on is, 0 of others; which
+    go on; which stopped as rᵀz or the curvature was not positive, so that rounding has the better of them; and iterations."""
+
+    far_K: np.ndarray
+    active_K: np.ndarray
+    broken_K: np.ndarray
+    iterations_K: np.ndarray
+
+    @staticmethod
+    def nothing(columns: int) -> Seen:
+        """Before the first look."""
+        return Seen(*np.zeros((4, columns)))
+
+    def take(self, index: np.ndarray) -> Seen:
+        """Of some of the columns."""
+        return Seen(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    @property
+    def worst(self) -> float:
+        """The largest error; infinite if there is one that is no number."""
+        worst = float(self.far_K.max(initial=0.0))  # NaN if there is one
+        return worst if worst == worst else np.inf
+
+    @property
+    def left(self) -> int:
+        """How many go on."""
+        return int(np.count_nonzero(self.active_K))

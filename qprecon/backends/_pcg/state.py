@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...arrays.chunks import filled
-from ...arrays.interop import Array, cast, like, namespace, to_numpy
+from ...arrays.interop import Array, cast, like, namespace
 from ...arrays.linalg import masked, take_columns
 from ...contract.interface import Chunk
-from .scalars import OF_DIAGONAL, OF_LOW_RANK, Goal, Scalars
+from .scalars import OF_DIAGONAL, OF_LOW_RANK, Goal, Scalars, Seen
 
 
 @dataclass(eq=False)
@@ -35,8 +35,7 @@ class Out:
 
 def leave_finished(out: Out | None, state: State, alignment: int) -> tuple[Out, State]:
     """The columns that are not done go on alone, with finished ones that fill the width up to a multiple."""
-    active_K = to_numpy(state.scalars.active_K)
-    wanted = -(-int(active_K.sum()) // alignment) * alignment
+    active_K, wanted = state.seen.active_K != 0, -(-state.seen.left // alignment) * alignment
     if out is None:
         count = len(active_K)
         out = Out(state.x_NK, filled(count, ""), np.zeros(count, dtype=np.int32), np.arange(count))
@@ -45,12 +44,13 @@ def leave_finished(out: Out | None, state: State, alignment: int) -> tuple[Out, 
         out.put(state, "")
     chosen = np.sort(np.argsort(~active_K, kind="stable")[:wanted])
     out.running = out.running[chosen]
-    return out, state.take(like(chosen, state.x_NK))
+    return out, state.take(chosen)
 
 
 @dataclass(eq=False)
 class State:
-    """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries."""
+    """The iterates of the columns; x is the change from the start, r and p are zero on pruned entries, and lie as ``ops`` keeps
+    them. seen: at the last look."""
 
     goal: Goal
     ops: Any
@@ -58,6 +58,7 @@ class State:
     r_NK: Array
     p_NK: Array
     scalars: Scalars
+    seen: Seen
 
     @staticmethod
     def begin(chunk: Chunk, ops: Any) -> State:
@@ -69,32 +70,32 @@ class State:
         base_K = cast(chunk.improved_K if is_gain else chunk.start_objective_K, "float64")
         goal = Goal(base_K, is_gain, chunk.tolerance, OF_DIAGONAL if ops.apply.scaled is None else OF_LOW_RANK)
         x_NK = xp.zeros_like(r_NK)
-        p_NK = ops.begin(x_NK, r_NK, scalars, goal)
+        r_NK, p_NK = ops.begin(x_NK, r_NK, scalars, goal)
         scalars.finished_K |= scalars.rz_K == 0
-        return State(goal, ops, x_NK, r_NK, p_NK, scalars)
+        return State(goal, ops, x_NK, r_NK, p_NK, scalars, Seen.nothing(r_NK.shape[1]))
 
-    def take(self, index: Array) -> State:
+    def take(self, chosen: np.ndarray) -> State:
         """Only some of the columns."""
-        x_NK, r_NK, p_NK = (take_columns(a_NK, index) for a_NK in (self.x_NK, self.r_NK, self.p_NK))
-        return State(self.goal.take(index), self.ops.take(index, p_NK), x_NK, r_NK, p_NK, self.scalars.take(index))
+        index = like(chosen, self.x_NK)
+        ops, r_NK, p_NK = self.ops.take(index, self.r_NK, self.p_NK)
+        scalars, seen = self.scalars.take(index), self.seen.take(chosen)
+        return State(self.goal.take(index), ops, take_columns(self.x_NK, index), r_NK, p_NK, scalars, seen)
 
     def report(self, status: str) -> tuple[str | np.ndarray, np.ndarray]:
-        """A word for each column, ``status`` for those still active, or one where all converged; and their iterations."""
-        own = self.scalars
-        facts = namespace(self.x_NK).stack([own.active_K, own.finished_K, own.rz_K != 0, own.iterations_K])
-        active_K, finished_K, left_K, iterations_K = to_numpy(facts)  # one look at the device
-        # these stopped because rᵀz or the curvature was not positive: rounding has the better of them
-        broken_K = (active_K == 0) & (finished_K == 0) & (left_K != 0)
+        """A word for each column, ``status`` for those still active, or one where all converged; and their iterations. By the last
+        look."""
+        active_K, broken_K, iterations_K = self.seen.active_K != 0, self.seen.broken_K != 0, self.seen.iterations_K.astype(np.int32)
         if not active_K.any() and not broken_K.any():
-            return "converged", np.array(iterations_K)
+            return "converged", iterations_K
         words = filled(len(active_K), "converged")
-        words[active_K != 0], words[broken_K] = status, "breakdown"
-        return words, np.array(iterations_K)
+        words[active_K], words[broken_K] = status, "breakdown"
+        return words, iterations_K
 
     def step(self) -> None:
         """One iteration of every active column; a finished column's step is zero."""
         self.ops.step(self.x_NK, self.r_NK, self.p_NK, self.scalars)
 
-    def look(self) -> tuple[float, int]:
+    def look(self) -> Seen:
         """See ``Goal.look``; kernels have done it."""
-        return self.ops.look(self.scalars, self.goal)
+        self.seen = self.ops.look(self.scalars, self.goal)
+        return self.seen

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...arrays.interop import TRITON, Array, cast, device_type, dtype_name, kind_of, namespace
 from ...arrays.linalg import column_dots, take_columns
-from .scalars import Goal, Scalars
+from .scalars import Goal, Scalars, Seen
 
 _KERNELS_FROM = 2**13  # weights, padding included: kernels are not compiled for less
 
@@ -28,17 +28,19 @@ class Plain:
     apply: Any
     takes_no_memory = is_rough = False
 
-    def take(self, index: Array, p_NK: Array) -> Plain:
-        """For some of the columns; ``p_NK``: their directions, which kernels hold in halves too."""
-        return Plain(take_columns(self.mask_NK, index), self.multiply, self.apply.take(index))
+    def take(self, index: Array, r_NK: Array, p_NK: Array) -> tuple[Plain, Array, Array]:
+        """For some of the columns; with r and p of these."""
+        narrow = Plain(take_columns(self.mask_NK, index), self.multiply, self.apply.take(index))
+        return narrow, take_columns(r_NK, index), take_columns(p_NK, index)
 
-    def begin(self, x_NK: Array, r_NK: Array, scalars: Scalars, goal: Goal) -> Array:
-        """First direction p = z = C⁻¹r, a new array; sets rz and active. x, which kernels take, stays as it is."""
+    def begin(self, x_NK: Array, r_NK: Array, scalars: Scalars, goal: Goal) -> tuple[Array, Array]:
+        """r as iterations keep it, and the first direction p = z = C⁻¹r, a new array; sets rz and active. x, which kernels take,
+        stays as it is."""
         z_NK, scalars.rz_K, scalars.beyond_K = self._precondition(r_NK)
         scalars.active_K = scalars.rz_K > 0
-        return z_NK
+        return r_NK, z_NK
 
-    def look(self, scalars: Scalars, goal: Goal) -> tuple[float, int]:
+    def look(self, scalars: Scalars, goal: Goal) -> Seen:
         """See ``Goal.look``."""
         return goal.look(scalars)
 

@@ -1,6 +1,7 @@
 """Mask selectors: which weights of a linear layer to keep.
 
-One file a selector, each with a frozen dataclass `Options` and `select(layer, pattern, options) -> Selection`. A selector changes
+One file a selector, each with a frozen dataclass `Options` (those here lie in `options`) and
+`select(layer, pattern, options) -> Selection`. A selector changes
 none of its inputs and computes in float32 on the device of its inputs. Where the mask of an output depends on that output's weights
 and H alone, the module says so with `by_output(pattern, options) -> bool`: several ranks then choose for some outputs of a layer
 each. `proxsparse` learns the masks of a whole model at once, through `learn` of its record. Third parties register a record through
@@ -19,6 +20,14 @@ from typing import TYPE_CHECKING, Any
 from qprecon.contract import plugins
 from qprecon.contract.options import made_options
 from qprecon.errors import PluginBrokenError, raised_by_signal
+from qprecon.llm.masks.options import (
+    AlpsOptions,
+    GivenOptions,
+    MagnitudeOptions,
+    ProxSparseOptions,
+    SparseGptOptions,
+    ThanosOptions,
+)
 from qprecon.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -69,6 +78,8 @@ class Selector:
         source: the paper.
         model_level: learned on the whole model at once.
         patterns: those that it can make; None for every one.
+        takes: the dataclass of its options, which are then looked at before torch is imported; None for the module's `Options`.
+            With a method `check_pattern(pattern)` it also refuses what does not go with a pattern.
     """
 
     name: str
@@ -78,6 +89,7 @@ class Selector:
     source: str
     model_level: bool = False
     patterns: tuple[str, ...] | None = None
+    takes: type | None = None
 
     def select(self, layer: LayerData, pattern: Pattern, **options: Any) -> Selection:
         """The mask of one layer. ValueError for options that are not the selector's, and what it refuses itself.
@@ -157,7 +169,7 @@ class Selector:
 
     def options(self, values: Mapping[str, Any]) -> Any:
         """The selector's `Options` of these values, None if it has none. ValueError for a name or a value that it does not take."""
-        return made_options(f"mask {self.name!r}", getattr(self._loaded(), "Options", None), values)
+        return made_options(f"mask {self.name!r}", self.takes or getattr(self._loaded(), "Options", None), values)
 
     def _loaded(self) -> Any:
         try:
@@ -175,22 +187,22 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}" if shape is None else f"a {type(value).__name__} {value.dtype} {tuple(shape)}"
 
 
-def _record(name: str, own: bool, hessian: bool, source: str, **more) -> Selector:
-    return Selector(name, f"{__name__}.{name}", own, hessian, source, **more)
+def _record(name: str, own: bool, hessian: bool, takes: type, source: str, **more) -> Selector:
+    return Selector(name, f"{__name__}.{name}", own, hessian, source, takes=takes, **more)
 
 
 SELECTORS: dict[str, Selector] = {
     record.name: record
     for record in (
-        _record("magnitude", False, False, "Han et al., arXiv 1506.02626"),
-        _record("wanda", False, True, "Sun et al., arXiv 2306.11695"),
-        _record("sparsegpt", True, True, "Frantar and Alistarh, arXiv 2301.00774"),
-        _record("alps", True, True, "Meng et al., arXiv 2406.07831"),
-        _record("thanos", True, True, "Ilin and Richtárik, arXiv 2504.05346"),
+        _record("magnitude", False, False, MagnitudeOptions, "Han et al., arXiv 1506.02626"),
+        _record("wanda", False, True, MagnitudeOptions, "Sun et al., arXiv 2306.11695"),
+        _record("sparsegpt", True, True, SparseGptOptions, "Frantar and Alistarh, arXiv 2301.00774"),
+        _record("alps", True, True, AlpsOptions, "Meng et al., arXiv 2406.07831"),
+        _record("thanos", True, True, ThanosOptions, "Ilin and Richtárik, arXiv 2504.05346"),
         _record(
-            "proxsparse", False, False, "Liu et al., arXiv 2502.00258", model_level=True, patterns=("2:4",)
+            "proxsparse", False, False, ProxSparseOptions, "Liu et al., arXiv 2502.00258", model_level=True, patterns=("2:4",)
         ),
-        _record("given", False, False, "masks from the caller, a file or the zeros of a checkpoint"),
+        _record("given", False, False, GivenOptions, "masks from the caller, a file or the zeros of a checkpoint"),
     )
 }
 

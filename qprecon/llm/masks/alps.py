@@ -27,38 +27,18 @@ Unstructured patterns compare all weights of the layer. Departures from the orig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from qprecon.arrays import halves
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
+from qprecon.llm.masks.options import AlpsOptions as Options
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
-from qprecon.llm.masks.sweep import check_damping, not_definite, prepared_hessian, starting_weights
+from qprecon.llm.masks.sweep import not_definite, prepared_hessian, starting_weights
 
 _EVERY = 3  # iterations between two looks at the support
 _GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))  # share of the support that changed -> factor of ρ
 _STILL, _STILL_AFTER = 3e-4, 30
 _RHO_RANGE = (1e-6, 1e6)
-
-
-@dataclass(frozen=True)
-class Options:
-    """damping: share of mean(diag H) added to the diagonal. rho: the first ρ. max_iterations: of ADMM. cg_iterations: for the
-    method's own weights."""
-
-    damping: float = 0.01
-    rho: float = 0.1
-    max_iterations: int = 300
-    cg_iterations: int = 10
-
-    def __post_init__(self) -> None:
-        check_damping(self.damping)
-        if not self.rho > 0:
-            raise ValueError(f"rho must be positive, got {self.rho!r}")
-        for name in ("max_iterations", "cg_iterations"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
 
 
 def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:

@@ -17,10 +17,9 @@ Names may end in ".weight". Masks are bool or numbers that are all 0 or 1; 1 = k
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +29,8 @@ from qprecon.files import NPZ, local_path, near, read_json, read_npz, reading
 from qprecon.llm.files.codes import read_codes
 from qprecon.llm.files.weight_files import opened, read_header, weight_files
 from qprecon.llm.masks import LayerData, Selection
+from qprecon.llm.masks.options import GivenOptions as Options
+from qprecon.llm.masks.options import check_orientation
 from qprecon.llm.masks.packed import packed_shapes, unpack
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.wording import counted, did_you_mean
@@ -37,23 +38,8 @@ from qprecon.wording import counted, did_you_mean
 if TYPE_CHECKING:
     from qprecon.llm.model.linears import Stored
 
-ORIENTATIONS = ("NK", "KN")
 LEAST_ZEROS = 0.01  # a layer with a smaller share of zeros was not pruned: dense models have a few by chance
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
-
-
-@dataclass(frozen=True)
-class Options:
-    """masks: a dict, a file or a checkpoint folder, see above. orientation: "NK" or "KN", where the table's is not theirs."""
-
-    masks: Mapping[str, Any] | str | Path | None = None
-    orientation: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.masks is None:
-            raise ValueError("mask 'given' needs mask_options={'masks': a dict, a file or a checkpoint folder} (--mask-file)")
-        if self.orientation not in (None, *ORIENTATIONS):
-            raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {self.orientation!r}")
 
 
 def select(layer: LayerData, pattern: Pattern | None, options: Options) -> Selection:
@@ -97,8 +83,7 @@ def load_masks(
     there, a name that isn't there, or one that isn't known, or is dense. FileNotFoundError: no such file, or a
     folder without safetensors.
     """
-    if orientation not in (None, *ORIENTATIONS):
-        raise ValueError(f"orientation must be one of {', '.join(ORIENTATIONS)}, got {orientation!r}")
+    check_orientation(orientation)
     if not isinstance(source, Mapping):
         source = local_path(source)
     found, default = _open(source, experts=names is not None)

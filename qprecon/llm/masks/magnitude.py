@@ -6,20 +6,9 @@ whole "layer" (the usual baseline for unstructured sparsity), or those of one "i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from qprecon.llm.masks import LayerData, Selection
-from qprecon.llm.masks.patterns import Pattern, check_group, select_mask
-
-
-@dataclass(frozen=True)
-class Options:
-    """group: which weights are compared, those of one "output", of one "input", or of the whole "layer"."""
-
-    group: str = "output"
-
-    def __post_init__(self) -> None:
-        check_group(self.group)
+from qprecon.llm.masks.options import MagnitudeOptions as Options
+from qprecon.llm.masks.patterns import Pattern, select_mask
 
 
 def by_output(pattern: Pattern, options: Options) -> bool:

@@ -14,39 +14,17 @@ follow the size of the weights (`learn_masks`); the operator is more exact (`_pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.masks._prox import PATTERN, prox_2of4
+from qprecon.llm.masks.options import ProxSparseOptions as Options
 from qprecon.llm.masks.patterns import lowest_of_m
 from qprecon.llm.model.causal import sees_later_tokens, unpredicting
 
 _BUNDLE = 2**26  # weights to a call of the operator
 _REFERENCE_RMS = 0.02  # about that of a 7B LLaMA, for which the authors' lam and lr were chosen
-
-
-@dataclass(frozen=True)
-class Options:
-    """Of the training.
-
-    lam, lr: the authors take 0.25 and 1e-4 for a LLaMA of 7B, whose weights have a root mean square of about 0.02.
-    Both are scales: with all weights c times as large, the same course needs c * lr and lam / c, and so the defaults
-    are 1e-4 * rms / 0.02 and 0.25 * 0.02 / rms. epochs: passes over the batches. warmup: share of the steps over which lr rises;
-    then it falls to 0 linearly.
-    """
-
-    lam: float | None = None
-    lr: float | None = None
-    epochs: int = 1
-    warmup: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"proxsparse: epochs must be at least 1, got {self.epochs!r}")
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(f"proxsparse: warmup must be between 0 and 1, got {self.warmup!r}")
 
 
 def learn_masks(

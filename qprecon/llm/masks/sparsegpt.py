@@ -17,27 +17,15 @@ Departures from the original program, each deliberate:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from qprecon.arrays import sweep
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
+from qprecon.llm.masks.options import SparseGptOptions as Options
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
-from qprecon.llm.masks.sweep import check_block_size, check_damping, prune_in_blocks
-
-
-@dataclass(frozen=True)
-class Options:
-    """block_size: inputs per block; for N:M the nearest multiple of M below. damping: share of mean(diag H) added to it."""
-
-    block_size: int = 128
-    damping: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-        check_damping(self.damping)
+from qprecon.llm.masks.sweep import prune_in_blocks
 
 
 def by_output(pattern: Pattern, options: Options) -> bool:

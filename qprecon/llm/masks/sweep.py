@@ -5,14 +5,12 @@ The sweep within a block is `qprecon.arrays.sweep`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 
 import qprecon
 from qprecon.arrays.sweep import blocks_of
-from qprecon.contract.options import is_whole
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.wording import counted
@@ -72,13 +70,3 @@ def not_definite(layer: LayerData, damping: float) -> ValueError:
         f"(from {counted(layer.n_samples, 'token')} for {counted(len(layer.weights_NK), 'input')}); pass a larger "
         f"damping, for instance {max(10 * damping, 0.01):g}, or more calibration tokens"
     )
-
-
-def check_block_size(block_size: int) -> None:
-    if not is_whole(block_size) or block_size < 1:
-        raise ValueError(f"block_size must be a positive integer, got {block_size!r}")
-
-
-def check_damping(damping: float) -> None:
-    if not 0 <= damping < math.inf:
-        raise ValueError(f"damping must be finite and not negative, got {damping!r}")

@@ -19,33 +19,17 @@ to its damped optimum. Departures from the original program, each deliberate:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
+from qprecon.llm.masks.options import ThanosOptions as Options
 from qprecon.llm.masks.patterns import Pattern, lowest, lowest_of_m
-from qprecon.llm.masks.sweep import check_block_size, check_damping, prune_in_blocks
+from qprecon.llm.masks.sweep import prune_in_blocks
 
 # Elements of a batch of small systems; their factors take as much again. 0.5 GB fills a GPU, a CPU wants to stay small.
 _CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-
-
-@dataclass(frozen=True)
-class Options:
-    """block_size: inputs per block; for N:M the nearest multiple of M below. damping: share of mean(diag H) added to the diagonal.
-    outlier_rows: share of the outputs (rows of `Linear.weight`) left dense, N:M only."""
-
-    block_size: int = 512
-    damping: float = 0.01
-    outlier_rows: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-        check_damping(self.damping)
-        if not 0 <= self.outlier_rows <= 1:
-            raise ValueError(f"outlier_rows must lie in [0, 1], got {self.outlier_rows!r}")
 
 
 def by_output(pattern: Pattern, options: Options) -> bool:
@@ -55,8 +39,7 @@ def by_output(pattern: Pattern, options: Options) -> bool:
 
 def select(layer: LayerData, pattern: Pattern, options: Options) -> Selection:
     """Mask and Thanos's own weights, float32 (N, K). ValueError as for `sparsegpt`, and for outlier rows without an N:M pattern."""
-    if options.outlier_rows and not pattern.is_nm:
-        raise ValueError("outlier_rows applies to N:M patterns only")
+    options.check_pattern(pattern)
     diagonal_N, share = undamped_diagonal(layer), options.outlier_rows
     return prune_in_blocks(layer, pattern, options.block_size, options.damping, partial(_prune, diagonal_N, pattern, share))
 

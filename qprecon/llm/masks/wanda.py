@@ -8,7 +8,8 @@ scores 0, so its weights go first. Counts are floor(s*N) an output, ties include
 from __future__ import annotations
 
 from qprecon.llm.masks import LayerData, Selection, undamped_diagonal
-from qprecon.llm.masks.magnitude import Options, by_output
+from qprecon.llm.masks.magnitude import by_output
+from qprecon.llm.masks.options import MagnitudeOptions as Options
 from qprecon.llm.masks.patterns import Pattern, select_mask
 
 __all__ = ["Options", "by_output", "select"]  # what is compared is chosen as for magnitudes

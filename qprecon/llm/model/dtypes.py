@@ -6,17 +6,15 @@ from pathlib import Path
 
 import torch
 
+from qprecon.llm.files.floats import FLOAT_NAMES, float_name
+
 NARROW = (torch.float16, torch.bfloat16)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = tuple(getattr(torch, name) for name in FLOAT_NAMES)
 
 
 def as_dtype(name: str | torch.dtype) -> torch.dtype:
     """One of `FLOATS`, itself or by its name, such as "bfloat16". ValueError for any other."""
-    found = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or found not in FLOATS:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-        raise ValueError(f"dtype {str(name).removeprefix('torch.')!r} cannot be used; use one of {known}")
-    return found
+    return getattr(torch, float_name(name))
 
 
 def widened(stored: torch.dtype, compute: torch.dtype | None) -> torch.dtype:

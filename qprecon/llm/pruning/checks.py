@@ -22,19 +22,16 @@ from qprecon.llm.model.dtypes import chosen_compute
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.origin import Found
 from qprecon.llm.pruning.plan import NOT_ASKED, OUTSIDE, Plan
-from qprecon.llm.pruning.refine import RefineOptions
 from qprecon.llm.ranks.group import Ranks
-from qprecon.llm.settings.beforehand import check_makes, check_solver, checked_selector
+from qprecon.llm.settings.beforehand import check_makes, check_recipe, check_shared
 from qprecon.wording import counted
 
 
 def check_choices(method: Method, device: torch.device) -> None:
     """ValueError (or the backend's own errors) for names, options and their types that are wrong whatever the model is."""
-    selector = checked_selector(method.mask, method.update, method.amount)
-    selector.options(method.mask_options)
-    RefineOptions.of(method.refine_options)
+    check_recipe(method)
+    get_selector(method.mask).options(method.mask_options)  # a third party's too
     if method.update == "optimal":
-        check_solver(method.backend, method.tol, method.solve_options)
         _try_solve(method, device)
 
 
@@ -70,12 +67,8 @@ def check_stored_dense(found: Found, plan: Plan) -> None:
 
 def check_ranks(method: Method, ranks: Ranks) -> None:
     """ValueError for settings that need a single process."""
-    if ranks.size == 1:
-        return
-    if method.adapter_rank:
-        raise ValueError("adapter_rank is about all columns of a layer together, which takes one process; leave it out")
-    if get_selector(method.mask).model_level:
-        raise ValueError(f"mask {method.mask!r} is learned on the whole model, which takes one process")
+    if ranks.size > 1:
+        check_shared(method)
 
 
 _TURN = (

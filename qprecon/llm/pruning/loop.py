@@ -18,7 +18,7 @@ from qprecon.llm.lowbit.adapter import keep_adapters, recall_adapters
 from qprecon.llm.masks import get_selector
 from qprecon.llm.model.fused import fused_elementwise
 from qprecon.llm.model.norms import fused_norms
-from qprecon.llm.pruning.allocation import ByLoss, Owl, loss_plan
+from qprecon.llm.pruning.allocation import loss_plan
 from qprecon.llm.pruning.measure import Draft, finished_rows, kept_masks, kept_scales
 from qprecon.llm.pruning.method import Method
 from qprecon.llm.pruning.over_ranks import prune_groups
@@ -29,6 +29,7 @@ from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.progress import CONTINUING
 from qprecon.llm.reporting.report import LayerRow
+from qprecon.llm.settings.options.allocation import ByLoss, Owl
 from qprecon.llm.statistics.gradients import loss_gradients
 from qprecon.llm.statistics.loss_weights import LossGradients
 from qprecon.llm.statistics.statistics import Statistics

@@ -21,11 +21,11 @@ from qprecon.errors import BadFileError
 from qprecon.files import read_json
 from qprecon.llm.calibration.mixture import as_mixture
 from qprecon.llm.calibration.windows import is_text
+from qprecon.llm.files.floats import check_dtype
 from qprecon.llm.files.folders import local_copy, model_folder, tokenizer_json
 from qprecon.llm.files.kinds import check_kinds, check_language_model
 from qprecon.llm.files.weight_files import WeightFiles, check_files, weight_files
 from qprecon.llm.masks import SELECTORS, get_selector
-from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.loading import HasTokenizer, load_config, load_tokenizer, load_whole
 from qprecon.llm.model.unprunable import check_in_one_place, check_unwrapped
 from qprecon.llm.pruning.method import Method
@@ -33,6 +33,7 @@ from qprecon.llm.pruning.plan import Plan
 from qprecon.llm.ranks.group import Ranks
 from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import versions
+from qprecon.llm.settings.amount import as_asked
 from qprecon.llm.storage.checkpoint import NotStreamable, Shards, check_streamable, open_shards, skeleton
 from qprecon.llm.storage.companions import Companions, find_companions
 from qprecon.llm.storage.in_memory import MemoryBlocks
@@ -42,6 +43,8 @@ from qprecon.llm.storage.output import EXPLAINED, claim_output, partial_folder
 from qprecon.llm.storage.replacing import restore
 from qprecon.llm.storage.sources import DiskBlocks
 from qprecon.wording import counted
+
+_ELSEWHERE = ("out", "store")  # settings that no weight depends on
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,7 @@ def find_model(model: Any, calibration: Any, tokenizer: Any, out: Any, dtype: An
     Of the calibration it is only asked whether a folder's tokenizer will be needed. ValueError, TypeError, OSError: what cannot be
     pruned, or would be overwritten; and what `load_causal_lm` raises.
     """
-    if dtype not in (None, "auto"):
-        as_dtype(dtype)
+    check_dtype(dtype)
     if isinstance(model, str | Path):
         mixture = as_mixture(calibration)
         text = any(is_text(source) for source, _ in mixture.sources) if mixture else is_text(calibration)
@@ -203,7 +205,7 @@ def fingerprint(
         # Of all blocks only samples are compared, and the checksums of finished ones. Other times may hide other weights.
         "times of model files": {file: _when(time_ns) for file, time_ns in shards.modified.items()} if of_all else {},
         "calibration": digest_of_windows(samples),
-        **{key: digest(value) for key, value in settings.items() if key not in ("out", "store")},
+        **{key: digest(value) for key, value in as_asked(settings).items() if key not in _ELSEWHERE},
         "device": device.type,  # which one of a kind makes no difference
         "mask_options": digest(method.mask_options),  # the masks themselves too, if they are given
         **_third_parties(method),
@@ -228,7 +230,7 @@ def open_source(
         return FollowedBlocks(found.model, found.shards, plan.blocks, device, followed, log, compute, ranks.busy)
     known = fingerprint(found.model, found.shards, samples, settings, method, device)
     with ranks.busy():  # what an earlier run has finished is read
-        journal = Journal.begin(partial_folder(out), known, resume)
+        journal = Journal.begin(partial_folder(out), known, resume, {"calibration", *as_asked(settings)})
         restore(out)
         wide = found.dtype == "auto"
         source = DiskBlocks(found.model, found.shards, plan.blocks, device, journal, log, compute, ranks.busy, wide)

@@ -11,7 +11,7 @@ from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.model.blocks import Block, find_blocks
 from qprecon.llm.model.linears import UNHELD, LinearView, find_linears, tied_parameters
 from qprecon.llm.model.unprunable import check_changeable, check_held, check_no_adapter, check_refused
-from qprecon.llm.settings.targets import as_patterns, check_patterns, matches
+from qprecon.llm.settings.targets import as_patterns, as_targets, check_patterns, matches
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ def plan_layers(
     check_no_adapter(model)
     check_changeable(model)
     blocks = find_blocks(model)
-    if targets is not None and not len(targets):
-        raise ValueError("targets is empty, so that it names no layer; leave it out to prune all of them")
-    targets, ignore = as_patterns(targets, "targets"), as_patterns(ignore, "ignore")
+    targets, ignore = as_targets(targets), as_patterns(ignore, "ignore")
     patterns: Pattern | dict[str, Pattern]
     if isinstance(pattern, Mapping):
         patterns = {key: Pattern.parse(value) for key, value in pattern.items()}

@@ -21,7 +21,7 @@ from qprecon.llm.lowbit.compressed import configuration, pack_folder, write_conf
 from qprecon.llm.lowbit.grid import check_grid, grid_of, reading_notes
 from qprecon.llm.model.devices import on_its_device
 from qprecon.llm.model.loading import choose_device
-from qprecon.llm.pruning.allocation import ByLoss, Owl, allocation_asked, owl_plan
+from qprecon.llm.pruning.allocation import owl_plan
 from qprecon.llm.pruning.checks import (
     check_choices,
     check_method,
@@ -40,7 +40,9 @@ from qprecon.llm.reporting.log import RunLog
 from qprecon.llm.reporting.outcome import among_ranks, outcome
 from qprecon.llm.reporting.report import PruneReport
 from qprecon.llm.settings.aliases import as_recipe
+from qprecon.llm.settings.amount import as_asked
 from qprecon.llm.settings.fields import takes
+from qprecon.llm.settings.options.allocation import ByLoss, Owl, allocation_asked
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.run import Run
 from qprecon.llm.storage.companions import Companions
@@ -112,8 +114,8 @@ def prune_model(
         ranks = replace(ranks, fixed=recipe.fixed_order)
         log = RunLog(progress if ranks.first else False, notes=recipe.without_effect())
         with ranks.computing(device):
-            told = {"save_masks": save_masks, "resume": resume, "in_memory": out is None}
-            ranks.check_same(recipe.recorded() | told)  # device, store and the folder's path are a host's own
+            told = {"save_masks": save_masks, "resume": resume, "out": out and "a folder"}
+            ranks.check_same(as_asked(recipe.recorded()) | told)  # device, store and the folder's path are a host's own
             return _pruned(model, calibration, recipe, tokenizer, _Where(out, device, store, resume, save_masks), log, ranks)
 
 

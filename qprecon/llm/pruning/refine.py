@@ -8,51 +8,24 @@ there than the ones it began with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from qprecon.contract.options import is_number, is_whole
 from qprecon.llm.calibration.memory import stored
 from qprecon.llm.calibration.streams import BlockInputs
 from qprecon.llm.model.linears import LinearView
 from qprecon.llm.pruning.method import Method
+from qprecon.llm.settings.options.refinement import RefineOptions
 from qprecon.llm.statistics.observe import Enough, observed_inputs
 from qprecon.llm.statistics.statistics import Statistics
 from qprecon.llm.statistics.target import HELD_OUT
 
 WINDOWS = 4  # of one step
 _BETAS, _PATIENCE = (0.9, 0.95), 2  # passes without a better error on what is held out
-
-
-@dataclass(frozen=True)
-class RefineOptions:
-    """passes: over the calibration windows. lr: Adam's, at first; it falls along a cosine. teacher: the share of the dense stream
-    in the target: 1 is what the dense model has there, 0 what the dense block makes of the pruned model's activations."""
-
-    passes: int = 4
-    lr: float = 1e-4
-    teacher: float = 0.5
-
-    @staticmethod
-    def of(given: Mapping[str, Any]) -> RefineOptions:
-        """ValueError for a name that is no option."""
-        known = [each.name for each in fields(RefineOptions)]
-        if unknown := set(given) - set(known):
-            raise ValueError(f"refine_options has no option {min(unknown)!r}; its options are {', '.join(known)}")
-        return RefineOptions(**given)
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.passes) or self.passes < 1:
-            raise ValueError(f"refine_options: passes must be a whole number of at least 1, got {self.passes!r}")
-        if not is_number(self.lr) or not 0 < self.lr < math.inf:
-            raise ValueError(f"refine_options: lr must be a positive number, got {self.lr!r}")
-        if not is_number(self.teacher) or not 0 <= self.teacher <= 1:
-            raise ValueError(f"refine_options: teacher must be a share from 0 to 1, got {self.teacher!r}")
 
 
 @dataclass

@@ -217,7 +217,8 @@ def _plain(value: Any) -> Any:
 
 def _shown(text: str) -> str:
     """JSON as Python writes it, shortened."""
-    return text.replace('"', "'") if len(text) <= 200 else f"{text[:200]}…"
+    text = repr(json.loads(text))
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

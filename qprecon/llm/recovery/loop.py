@@ -165,7 +165,7 @@ def _opened(
     check_tokenizer_given(tokenizer, saved=out is not None)
     if ranks.size > 1:
         check_exchange(device)
-    told = {"save_masks": where.save_masks, "save_steps": where.save_steps, "resume": where.resume, "in_memory": out is None}
+    told = {"save_masks": where.save_masks, "save_steps": where.save_steps, "resume": where.resume, "out": out and "a folder"}
     ranks.check_same(recovery.settings() | told)
     for each in (model, dense) if out is not None else ():
         check_apart(each, out)
@@ -232,7 +232,7 @@ def _journal(task: Task, recovery: Recovery, out: Path, resume: bool, log: RunLo
         "calibration": digest_of_windows(task.windows),
         "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "cpu",
     }
-    journal = Journal.begin(partial_folder(out), fingerprint, resume)
+    journal = Journal.begin(partial_folder(out), fingerprint, resume, {"calibration", *recovery.settings()})
     restore(out)
     saved_fit(journal)  # finds damage
     for file in journal.damaged:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from qprecon.files import local_path
+from qprecon.llm.files.floats import check_dtype
 from qprecon.llm.files.kinds import check_language_model, check_unquantised, quantised_by
 from qprecon.llm.model.blocks import check_finite, find_blocks
-from qprecon.llm.model.dtypes import as_dtype
 from qprecon.llm.model.linears import LinearView, find_linears
 from qprecon.llm.model.loading import HasTokenizer, check_loadable, load_config, load_tokenizer, load_whole, model_folder
 from qprecon.llm.model.unprunable import check_changeable, check_in_one_place, check_no_adapter, check_unwrapped
@@ -55,8 +55,7 @@ def find_pair(model: Any, dense: Any, tokenizer: Any, to_folder: bool, dtype: An
     tell. TypeError: something else than a model. What a folder's files tell to be wrong, as `load_causal_lm` does.
     """
     check_two(model, dense)
-    if dtype not in (None, "auto"):
-        as_dtype(dtype)
+    check_dtype(dtype)
     named, dense_named = isinstance(model, str | Path), isinstance(dense, str | Path)
     if named and not to_folder:
         raise ValueError("a model given by name is recovered in a copy: say where to write it with out=")

@@ -10,6 +10,14 @@ from qprecon.llm.masks.patterns import Pattern
 DEFAULT_SPARSITY = 0.5
 
 
+def as_asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a report has them, with the amount under the name that it is asked for by: a share is a sparsity, whatever else
+    is a pattern. None: neither was, with masks that are given."""
+    amount = recorded["pattern"]
+    share = isinstance(amount, str) and ":" not in amount
+    return {**recorded, "sparsity": amount if share and amount != "given" else None, "pattern": None if share else amount}
+
+
 def check_amount(sparsity: Any, pattern: Any) -> None:
     """Check both, None for what is not given.
 

@@ -17,11 +17,14 @@ from qprecon.engine.solving import Request
 from qprecon.files import local_path, near
 from qprecon.llm.calibration.mixture import Mixture
 from qprecon.llm.calibration.texts import checked_name
+from qprecon.llm.files.floats import check_dtype
 from qprecon.llm.files.folders import check_tokenizer, model_folder
 from qprecon.llm.files.weight_files import weight_files
 from qprecon.llm.masks import Selector, get_selector
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.settings.aliases import SETTINGS
+from qprecon.llm.settings.options.allocation import allocation_asked
+from qprecon.llm.settings.options.refinement import RefineOptions
 from qprecon.llm.settings.recipe import Recipe
 from qprecon.llm.settings.recovery import Recovery, RecoveryRun
 
@@ -37,10 +40,9 @@ def check_prune(words: Mapping[str, Any], calibration: Path | Mixture, alone: bo
     Raises as `prune_model` does.
     """
     recipe = Recipe(**{name: value for name, value in words.items() if name in SETTINGS})
-    checked_selector(recipe.mask, recipe.update, recipe.amount)
-    if recipe.update == "optimal":
-        registry.check_usable(recipe.backend)
-        check_solver(recipe.backend, recipe.tol, recipe.solve_options)
+    check_recipe(recipe)
+    if not alone:
+        check_shared(recipe)
     check_device(words.get("device"), "device")
     check_device(words.get("store"), "store")
     if alone:
@@ -53,6 +55,7 @@ def check_recover(words: Mapping[str, Any], calibration: Path | Mixture, alone: 
     """Look at the words of `qprecon recover`. alone: as in `check_prune`. Raises as `recover` does."""
     for kind in (Recovery, RecoveryRun):
         kind(**{name: value for name, value in words.items() if name in kind.__dataclass_fields__})
+    check_dtype(words.get("dtype"))
     check_device(words.get("device"), "device")
     if alone:
         check_two(words["model"], words["dense"])
@@ -62,15 +65,36 @@ def check_recover(words: Mapping[str, Any], calibration: Path | Mixture, alone: 
         check_texts(calibration)
 
 
-def checked_selector(mask: str, update: str, amount: Any) -> Selector:
-    """The mask selector of that name. ValueError for a pattern that it does not make (a mapping is looked at layer by layer), and
-    for update="own" where it has no weights of its own."""
-    selector = get_selector(mask)
-    if not isinstance(amount, Mapping):
-        check_makes(selector, [Pattern.parse(amount)])
-    if update == "own" and not selector.has_own_update:
-        raise ValueError(f"update 'own': mask {mask!r} has no weight update of its own; use 'optimal' or 'none'")
-    return selector
+def check_recipe(recipe: Recipe) -> None:
+    """Whatever of a recipe is wrong for every model, as far as that is known without torch. Raises as `prune_model` does."""
+    allocation_asked(recipe)
+    _check_mask(recipe)
+    RefineOptions.of(recipe.refine_options)
+    check_dtype(recipe.dtype)
+    if recipe.update == "optimal":
+        registry.check_usable(recipe.backend)
+        check_solver(recipe.backend, recipe.tol, recipe.solve_options)
+
+
+def _check_mask(recipe: Recipe) -> None:
+    """ValueError for a pattern that the selector does not make (a mapping is looked at layer by layer), for update="own" where it
+    has no weights of its own, and for its options, unless they are known to a third party's module only."""
+    selector = get_selector(recipe.mask)
+    patterns = [] if isinstance(recipe.amount, Mapping) else [Pattern.parse(recipe.amount)]
+    check_makes(selector, patterns)
+    if recipe.update == "own" and not selector.has_own_update:
+        raise ValueError(f"update 'own': mask {recipe.mask!r} has no weight update of its own; use 'optimal' or 'none'")
+    made = selector.options(recipe.mask_options) if selector.takes is not None else None
+    for pattern in patterns if hasattr(made, "check_pattern") else ():
+        made.check_pattern(pattern)
+
+
+def check_shared(recipe: Recipe) -> None:
+    """ValueError for settings that need a single process."""
+    if recipe.adapter_rank:
+        raise ValueError("adapter_rank is about all columns of a layer together, which takes one process; leave it out")
+    if get_selector(recipe.mask).model_level:
+        raise ValueError(f"mask {recipe.mask!r} is learned on the whole model, which takes one process")
 
 
 def check_solver(backend: str, tol: float, options: Mapping[str, Any]) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qprecon.contract.options import made_options
 from qprecon.grids import Grid, find_grid
 from qprecon.grids.on_grid import METHODS, Effort
 from qprecon.llm.masks.patterns import Pattern
 from qprecon.llm.settings.amount import DEFAULT_SPARSITY, check_amount
 from qprecon.llm.settings.fields import check_choice, check_options, option
 from qprecon.llm.settings.presets import OPTIONS_OF, PRESETS, default_preset, filled
+from qprecon.llm.settings.targets import as_patterns, as_targets
 
 UPDATES = ("optimal", "none", "own")
 PROPAGATE = ("pruned", "dense")
@@ -196,7 +196,8 @@ class Recipe:
         check_options(self, Recipe)
         object.__setattr__(self, "solve_options", dict(self.solve_options or {}))
         check_amount(self.sparsity, self.pattern)
-        self._check_targets()
+        self._check_layers()
+        self._check_drift()
         self._check_bits()
 
     def _check_bits(self) -> None:
@@ -211,9 +212,14 @@ class Recipe:
         for name, value in (("update", "own"), ("propagate", "dense")):
             if self.adapter_rank and getattr(self, name) == value:
                 raise ValueError(f"adapter_rank: weights and adapter are solved in turn, so that {name}={value!r} contradicts it")
-        made_options("rounding", Effort, {"method": self.rounding, **self.rounding_options})
+        Effort.of(self.rounding, self.rounding_options, "rounding")
 
-    def _check_targets(self) -> None:
+    def _check_layers(self) -> None:
+        as_targets(self.targets)
+        as_patterns(self.ignore, "ignore")
+        as_patterns(self.pattern if isinstance(self.pattern, Mapping) else None, "pattern")
+
+    def _check_drift(self) -> None:
         for name in ("drift", "residual"):
             value = getattr(self, name)
             if not isinstance(value, str) and not value <= 1:

@@ -123,8 +123,6 @@ def checked(words: Mapping[str, Any], source: str = "recipe") -> dict[str, Any]:
         arguments = _translated(words)
         recipe = Recipe(**{key: value for key, value in arguments.items() if key in SETTINGS})
         Run(**{key: value for key, value in arguments.items() if key not in SETTINGS})
-        for word in ("targets", "ignore"):
-            as_patterns(getattr(recipe, word), word)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{source}: {str(error).removeprefix('recipe: ')}") from error
     if recipe.pattern is not None:

@@ -30,7 +30,8 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def as_patterns(patterns: str | Iterable[str] | None, what: str) -> tuple[str, ...]:
-    """One pattern or several, as a tuple; TypeError for anything that is not text."""
+    """One pattern or several, as a tuple; TypeError for anything that is not text, ValueError for what is no regular expression
+    after re:."""
     if patterns is None:
         return ()
     if not isinstance(patterns, Iterable):
@@ -39,17 +40,25 @@ def as_patterns(patterns: str | Iterable[str] | None, what: str) -> tuple[str, .
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise TypeError(f"{what}: a pattern is a non-empty string, got {pattern!r}")
+        try:
+            re.compile(pattern[3:] if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
+    return patterns
+
+
+def as_targets(targets: str | Iterable[str] | None) -> tuple[str, ...]:
+    """`as_patterns` of what alone is pruned. ValueError for none at all, which would be nothing."""
+    patterns = as_patterns(targets or None, "targets")
+    if targets is not None and not patterns:
+        raise ValueError("targets is empty, so that it names no layer; leave it out to prune all of them")
     return patterns
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str], what: str) -> None:
-    """ValueError, naming the pattern, where one of `patterns` matches none of `names` or is no regular expression."""
+    """ValueError, naming the pattern, where one of `patterns`, which `as_patterns` has looked at, matches none of `names`."""
     for pattern in patterns:
-        try:
-            found = any(matches(pattern, name) for name in names)
-        except re.error as error:
-            raise ValueError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
-        if not found:
+        if not any(matches(pattern, name) for name in names):
             words = sorted({word for name in names for word in (name, *name.split("."))})
             hint = did_you_mean(pattern, words, f"; a name looks like {names[0]!r}" if names else "")
             raise ValueError(f"{what}: {pattern!r} matches no layer{hint}")

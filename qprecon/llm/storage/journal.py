@@ -7,12 +7,10 @@ its entry exists, which is written after it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 
 from qprecon.errors import BadFileError
+from qprecon.llm.reporting.differences import differences
 from qprecon.llm.storage.whole import checksum, facts_text, read_facts, write_atomically
 from qprecon.wording import counted
 
@@ -29,7 +28,6 @@ STATE = "state"  # the entry of how far a recovery is
 _FINGERPRINT, _LOCK = "fingerprint.json", "lock"
 _OVER = "; start over with resume=False"
 _MOST = 5  # differences that are listed
-_CHECKSUM = re.compile(r"(?:\(([\d, ]*)\) torch\.(\w+) )?(?:header|sha256|crc32) [0-9a-f]+(?:, sampled [0-9a-f]+)?")
 
 
 class Journal:
@@ -52,8 +50,8 @@ class Journal:
         return journal
 
     @staticmethod
-    def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool) -> Journal:
-        """Take up the run in `folder`, or begin it.
+    def begin(folder: Path, fingerprint: Mapping[str, Any], resume: bool, settings: Collection[str] = ()) -> Journal:
+        """Take up the run in `folder`, or begin it. settings: which keys of the fingerprint are arguments of the run.
 
         ValueError, with the differences, if another run was left there that has finished something, or one of which it is not
         known what it was; BlockingIOError if one is writing there now.
@@ -65,7 +63,7 @@ class Journal:
             known = journal.read(_FINGERPRINT)
             if known is None and journal._entries():
                 raise BadFileError(f"{journal.progress} lacks {_FINGERPRINT}, so it is not known what run was left there{_OVER}")
-            if known is not None and (differing := _differences(known, fingerprint)):
+            if known is not None and (differing := differences(known, fingerprint, settings)):
                 more = f"; and {counted(len(differing) - _MOST, 'more difference')}" if len(differing) > _MOST else ""
                 raise ValueError(
                     f"an unfinished run in {folder} cannot be continued, it was started with something else: "
@@ -259,33 +257,3 @@ def digest_of_windows(windows: Sequence[torch.Tensor]) -> dict[str, str]:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    now = json.loads(json.dumps(dict(now)))
-    differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
-    differing.sort(key=lambda key: key != "seed")  # it says why the text's checksums are others
-    found: list[str] = []
-    for key in differing:
-        was, is_ = before.get(key), now.get(key)
-        if isinstance(was, dict) and isinstance(is_, dict):  # a configuration has dozens of keys that are alike
-            found += [f"{key}: {difference}" for difference in _differences(was, is_)]
-        else:
-            found.append(_difference(key, was, is_))
-    return found
-
-
-def _difference(key: str, was: Any, is_: Any) -> str:
-    """In words where checksums differ, as they say nothing themselves: of tensors the sizes, if these are others."""
-    both = [_CHECKSUM.fullmatch(value) if isinstance(value, str) else None for value in (was, is_)]
-    if all(both):
-        before, now = (" x ".join(re.findall(r"\d+", each[1] or "")) + f" {each[2]}" for each in both if each)
-        return f"{key}: {'not the same as before' if before == now else f'{before} before, {now} now'}"
-    was, is_ = ("not given" if value is None else "given" if _has_checksum(value) else repr(value) for value in (was, is_))
-    return f"{key} was {was}, is {is_}"
-
-
-def _has_checksum(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return any(map(_has_checksum, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and _CHECKSUM.fullmatch(value) is not None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qprecon.llm.masks import order
+from qprecon.llm.masks import patterns
 from qprecon.llm.masks.patterns import Pattern, lowest, select_mask
 
 
@@ -173,12 +173,12 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @pytest.mark.parametrize("kind", ["plain", "ties", "zeros", "columns"])
 @pytest.mark.parametrize("n", [64 * 1000, 64 * 16384])
 def test_the_kth_smallest_lies_between_a_samples_quantiles(device, kind, n, monkeypatch):
-    monkeypatch.setattr(order, "LONG", 1000)
+    monkeypatch.setattr(patterns, "LONG", 1000)
     score = _scores(kind, n, device)
     ordered = score.sort().values
     for k in (1, 7, n // 10, n // 2, n - 3, n):
-        assert order.kth_smallest(score, k) == ordered[k - 1]
-        assert order._between_quantiles(score, k) == ordered[k - 1]
+        assert patterns.kth_smallest(score, k) == ordered[k - 1]
+        assert patterns._between_quantiles(score, k) == ordered[k - 1]
         pruned = lowest(score, k)
         assert int(pruned.sum()) == k
         assert k == n or score[pruned].max() <= score[~pruned].min()
@@ -190,9 +190,9 @@ def test_a_bracket_that_misses_is_no_answer():
     stride = 3  # gcd with the length 1; the sample's own values are all above the rest
     score[::stride] = 1 + torch.arange(len(score[::stride])) / 1000
     k = len(score) // 2
-    found = order._between_quantiles(score, k)
+    found = patterns._between_quantiles(score, k)
     assert found is None or found == score.sort().values[k - 1]
-    assert order.kth_smallest(score, k) == score.sort().values[k - 1]
+    assert patterns.kth_smallest(score, k) == score.sort().values[k - 1]
 
 
 def test_equal_scores_go_in_order_of_inputs():

@@ -8,9 +8,10 @@ import transformers as tf
 from qprecon.llm import prune_model
 from qprecon.llm.masks import LayerData
 from qprecon.llm.masks.patterns import Pattern
-from qprecon.llm.pruning.allocation import Owl, balanced_densities, outlier_share, owl_densities, owl_plan, whole_inputs
+from qprecon.llm.pruning.allocation import balanced_densities, outlier_share, owl_densities, owl_plan, whole_inputs
 from qprecon.llm.pruning.plan import plan_layers
 from qprecon.llm.reporting.log import RunLog
+from qprecon.llm.settings.options.allocation import Owl
 from qprecon.llm.storage.in_memory import MemoryBlocks
 from qprecon.llm.storage.sources import DiskBlocks
 from tests.fixtures.golden import archive

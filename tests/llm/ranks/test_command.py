@@ -108,8 +108,8 @@ def test_bad_input_of_recover_is_one_line(model, tmp_path):
 
 
 @pytest.mark.parametrize(("flag", "values", "said"), [
-    ("--sparsity", (0.5, 0.6), ["--pattern 50%", "--pattern 60%"]), ("--seed", (0, 1), ["--seed 0", "--seed 1"]),
-    ("--mask-option", ("block_size=32", "block_size=64"), ["mask_options=", "32", "64"]),
+    ("--sparsity", (0.5, 0.6), ["--sparsity 50%", "--sparsity 60%"]), ("--seed", (0, 1), ["--seed 0", "--seed 1"]),
+    ("--mask-option", ("block_size=32", "block_size=64"), ["--mask-option block_size=32", "--mask-option block_size=64"]),
 ])  # fmt: skip
 def test_ranks_with_different_settings_are_named(flag, values, said, model, tmp_path):
     """Each would prune its layers by its own, and the report tell those of rank 0."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qprecon.llm.storage.journal import PROGRESS, Journal, _differences, digest, digest_of_windows
+from qprecon.llm.storage.journal import PROGRESS, Journal, differences, digest, digest_of_windows
 
 pytestmark = pytest.mark.own
 HOLDING = """
@@ -77,24 +77,37 @@ def test_a_lock_that_may_not_be_opened_is_an_error(tmp_path, monkeypatch):
 
 
 def test_other_settings_are_named_and_a_default_is_no_none():
-    assert _differences({"lr": None, "seed": 1}, {"lr": 0.1, "seed": 1}) == ["lr was not given, is 0.1"]
-    assert _differences({"config": {"a": 1, "b": "x"}}, {"config": {"a": 1, "b": None}}) == ["config: b was 'x', is not given"]
+    assert differences({"lr": None, "seed": 1}, {"lr": 0.1, "seed": 1}) == ["lr was not given, is 0.1"]
+    assert differences({"config": {"a": 1, "b": "x"}}, {"config": {"a": 1, "b": None}}) == ["config: b was 'x', is not given"]
+
+
+def test_settings_are_told_as_arguments():
+    of = lambda before, now: differences(before, now, {*before, *now})  # noqa: E731
+    assert of({"lr": None, "seed": 1}, {"lr": 0.1, "seed": 2}) == ["seed=1 before, seed=2 now", "lr=0.1 now, not given before"]
+    assert of({"mask_options": {"a": 1, "b": 2}}, {"mask_options": {"a": 1, "b": 3}}) == [
+        "mask_options={'b': 2} before, mask_options={'b': 3} now"
+    ]
+    assert of({"mask_options": {"a": 1}}, {"mask_options": {}}) == ["mask_options={'a': 1} before, not given now"]
+    masks = [digest({"masks": {"a": torch.full((4, 3), value)}}) for value in (True, False)]
+    assert of({"mask_options": masks[0]}, {"mask_options": masks[1]}) == [
+        "mask_options=… (--mask-file): masks: a: not the same as before"
+    ]
 
 
 def test_checksums_are_told_in_words():
     of = lambda seed, *windows: {"calibration": digest_of_windows(windows), "seed": seed}  # noqa: E731
     two = torch.arange(8), torch.arange(4)
-    assert _differences(of(0, *two), of(1, *two[::-1])) == [
+    assert differences(of(0, *two), of(1, *two[::-1])) == [
         "seed was 0, is 1",
         "calibration: tokens: not the same as before",
         "calibration: lengths of windows: not the same as before",
     ]
-    assert _differences(of(0, *two), of(0, two[0])) == [
+    assert differences(of(0, *two), of(0, two[0])) == [
         "calibration: tokens: 12 int64 before, 8 int64 now",
         "calibration: lengths of windows: 2 int64 before, 1 int64 now",
     ]
     masks = digest({"masks": {"a": torch.ones(4, 3, dtype=torch.bool)}})
-    assert _differences({"mask_options": {}}, {"mask_options": masks}) == ["mask_options: masks was not given, is given"]
-    assert _differences(masks, digest({"masks": {"a": torch.ones(4, 3)}})) == ["masks: a: 4 x 3 bool before, 4 x 3 float32 now"]
+    assert differences({"mask_options": {}}, {"mask_options": masks}) == ["mask_options: masks was not given, is given"]
+    assert differences(masks, digest({"masks": {"a": torch.ones(4, 3)}})) == ["masks: a: 4 x 3 bool before, 4 x 3 float32 now"]
     files = {"a": "header 0f1e, sampled 2d3c", "code": "sha256 0f"}, {"a": "header 0f1e, sampled 2d3d", "code": None}
-    assert _differences(*files) == ["a: not the same as before", "code was given, is not given"]
+    assert differences(*files) == ["a: not the same as before", "code was given, is not given"]

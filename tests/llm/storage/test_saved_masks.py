@@ -101,7 +101,7 @@ def test_a_run_does_not_go_on_with_masks_that_nobody_kept(tmp_path, monkeypatch,
     build("llama").save_pretrained(tmp_path / "dense")
     arguments = {"update": "none", "progress": False}
     interrupted(monkeypatch, tmp_path / "dense", tmp_path / "out", **arguments, save_masks=before)
-    with pytest.raises(ValueError, match=f"save_masks was {before}, is {not before}"):
+    with pytest.raises(ValueError, match=f"save_masks={before} before, save_masks={not before} now"):
         prune_model(tmp_path / "dense", tokens(2), out=tmp_path / "out", **arguments, save_masks=not before)
 
 

@@ -192,7 +192,12 @@ def test_a_run_continues_after_the_last_finished_block(blocks, settings, tmp_pat
 
 @pytest.mark.own
 @pytest.mark.parametrize("change, named", [
-    ({"damping": 0.02}, r"damping was 0\.01, is 0\.02"), ({"seed": 5}, "seed was 0, is 5"), ({"pattern": "2:4"}, "pattern was"),
+    ({"damping": 0.02}, r"else: damping=0\.01 before, damping=0\.02 now\. Repeat"),
+    ({"seed": 5}, "else: seed=0 before, seed=5 now\\. Repeat"),
+    ({"sparsity": 0.6}, "else: sparsity='50%' before, sparsity='60%' now. Repeat"),
+    ({"sparsity": None, "pattern": "2:4"}, "else: pattern='2:4' now, not given before; sparsity='50%' before, not given now"),
+    ({"preset": "balanced"}, "else: preset='fast' before, preset='balanced' now; "),
+    ({"targets": ["q_proj"]}, r"targets=\['q_proj'\] now, not given before"),
 ])  # fmt: skip
 def test_other_settings_are_refused(change, named, tmp_path, monkeypatch):
     folder = saved(tmp_path / "dense")
@@ -241,7 +246,7 @@ def test_another_model_or_calibration_is_refused(tmp_path, monkeypatch):
     for _ in stopped_after(monkeypatch, 1):
         with pytest.raises(Stop):
             prune(folder, tmp_path / "out")
-    with pytest.raises(ValueError, match="calibration: tokens: not the same as before"):
+    with pytest.raises(ValueError, match="calibration=…: tokens: not the same as before"):
         prune_model(folder, tokens(4, seed=1), out=tmp_path / "out", progress=False, backend="cholesky")
     saved(folder, dtype=torch.float32)
     with pytest.raises(ValueError, match="model files: model.safetensors: not the same as before"):
@@ -578,7 +583,7 @@ def test_windows_cut_elsewhere_are_other_calibration(tmp_path, monkeypatch):
     for _ in stopped_after(monkeypatch, 1):
         with pytest.raises(Stop):
             prune_model(folder, [text[:30], text[30:]], out=tmp_path / "out", progress=False)
-    with pytest.raises(ValueError, match="calibration: lengths of windows: not the same as before"):
+    with pytest.raises(ValueError, match="calibration=…: lengths of windows: not the same as before"):
         prune_model(folder, [text[:10], text[10:]], out=tmp_path / "out", progress=False)
 
 
