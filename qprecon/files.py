@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from qprecon import sniff
-from qprecon.errors import BadFileError, one_line
+from qprecon.errors import BadFileError, one_line, raised_by_signal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,12 +72,13 @@ def reading(path: str | Path, kind: Kind, *also: type[Exception]) -> Iterator[No
     except BadFileError:
         raise
     except OSError as error:
-        other = error.filename is not None and not isinstance(error.filename, int)
-        if other and os.path.abspath(os.fspath(error.filename)) != os.path.abspath(os.fspath(path)):
+        named = path if error.filename is None or isinstance(error.filename, int) else error.filename
+        if os.path.abspath(os.fspath(named)) != os.path.abspath(os.fspath(path)) or raised_by_signal(error):  # as TimeoutError
             raise
         raise _failed(path, kind, error) from error
     except Exception as error:
-        if not isinstance(error, (*_FAULTS, *also)) and type(error).__module__.split(".")[0] not in _PACKAGES:
+        known = isinstance(error, (*_FAULTS, *also)) or type(error).__module__.split(".")[0] in _PACKAGES
+        if not known or raised_by_signal(error):
             raise
         raise BadFileError(f"{path} {_fault(path, kind, error)}") from error
 
@@ -92,7 +93,7 @@ def writing(path: str | Path, *also: type[Exception]) -> Iterator[None]:
         yield
     except Exception as error:
         theirs = type(error).__module__.split(".")[0] in _PACKAGES or _NO_ROOM.search(str(error))
-        if not isinstance(error, (OSError, *also)) and not theirs:
+        if not (isinstance(error, (OSError, *also)) or theirs) or raised_by_signal(error):
             raise
         raise OSError(f"cannot write {path} ({_system_reason(error) or one_line(error)})") from error
 

@@ -280,7 +280,7 @@ def solve(
         tol: certified relative gap that makes a column ``OPTIMAL``.
         max_iterations, time_limit: of a column (adam: for each rate); seconds, compilation is not cut short (docs/backends.md).
         warm_start: (N, K) weights to start from, finite where kept, if the backend can; also what a column falls back to where
-            it beats the masked weights.
+            it beats the masked weights. Where it is far within ``tol`` of the optimum it is the answer.
         batch_size: columns solved together; by default as many as memory allows.
         dtype: "float32" or "float64" for the backend's arithmetic; by default float64 if H or W is, if tol < 1e-6 or
             if damping < 1e-3, otherwise float32. The audit is always in float64. ``weights`` come back in this dtype, but for

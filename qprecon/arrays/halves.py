@@ -22,7 +22,7 @@ _PANEL_ROWS = 4096  # of a matrix that is halved for one product
 
 @dataclass(frozen=True)
 class Halves:
-    """x = (high + low)·unit: two float16 matrices and a power of two, on the device."""
+    """x = (high + low)·unit: two float16 matrices and a power of two, or one a column, on the device."""
 
     high: Array
     low: Array
@@ -33,6 +33,12 @@ class Halves:
         """The halves of a float32 matrix, which may be used up to save the memory of a copy."""
         unit = unit_of(x)
         return cls(*halved(x.div_(unit) if used_up else x / unit), unit)
+
+    @classmethod
+    def of_columns(cls, x: Array) -> Halves:
+        """The same with a unit for each column, (1, K), so that small columns keep their digits. x is used up."""
+        unit_1K = unit_of(x, 0)
+        return cls(*halved(x.div_(unit_1K)), unit_1K)
 
     def __getitem__(self, part: tuple[slice, slice]) -> Halves:
         return Halves(self.high[part], self.low[part], self.unit)

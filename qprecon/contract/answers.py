@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays.interop import Array, is_sparse, kind_of, to_numpy
 from ..arrays.memory import out_of_memory
-from ..errors import BackendBrokenError
+from ..errors import BackendBrokenError, raised_by_signal
 from ..wording import counted
 from .interface import Chunk, RawColumns, SolveChunk, System
 from .options import is_number
@@ -30,7 +30,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 @dataclass(frozen=True, eq=False)
 class Checked:
     """A backend's ``solve_chunk``. Calling it raises BackendBrokenError, with the backend's name, where the backend fails or
-    answers in another form than ``RawColumns`` asks for.
+    answers in another form than ``RawColumns`` asks for. What a handler of signals raises meanwhile passes through.
 
     ours: one of qprecon's own, whose ValueErrors are passed on as they are.
     """
@@ -50,7 +50,7 @@ class Checked:
         except BackendBrokenError:  # of one that is called through another
             raise
         except Exception as error:
-            if out_of_memory(error) or (self.ours and isinstance(error, ValueError)):
+            if _not_its_fault(error) or (self.ours and isinstance(error, ValueError)):
                 raise
             raise BackendBrokenError(f"backend {self.name!r} failed: {error!r}") from error
         return checked_answer(self.name, raw, shape)
@@ -65,7 +65,7 @@ class Checked:
         except BackendBrokenError:
             raise
         except Exception as error:
-            if out_of_memory(error):
+            if _not_its_fault(error):
                 raise
             raise BackendBrokenError(f"backend {self.name!r} failed in fresh(): {error!r}") from error
 
@@ -77,11 +77,11 @@ def prepared_by(
     try:
         made = prepare(system, options)
     except ValueError as error:
-        if ours:
+        if ours or raised_by_signal(error):
             raise
         raise ValueError(f"backend {name!r} refuses this H: {error}") from error
     except Exception as error:
-        if out_of_memory(error):
+        if _not_its_fault(error):
             raise
         raise BackendBrokenError(f"backend {name!r} failed to set up: {error!r}") from error
     return Checked(name, made, ours)
@@ -106,10 +106,16 @@ def checked_bytes(name: str, bytes_per_column: Callable[[int, int, Any], float],
     try:
         per_column = bytes_per_column(*arguments)
     except Exception as error:
+        if raised_by_signal(error):
+            raise
         raise BackendBrokenError(f"backend {name!r} failed in bytes_per_column: {error!r}") from error
     if not is_number(per_column) or not 0 <= per_column < math.inf:
         _broken(name, f"bytes_per_column returned {per_column!r}, not a number of bytes")
     return float(per_column)
+
+
+def _not_its_fault(error: Exception) -> bool:
+    return out_of_memory(error) or raised_by_signal(error)
 
 
 def _check_weights(name: str, weights_NK: Array, shape: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from ..arrays.checksum import bits_by_line
 from ..arrays.interop import Array
 from ..arrays.memory import out_of_memory
-from ..errors import PluginBrokenError
+from ..errors import PluginBrokenError, raised_by_signal
 
 Record = TypeVar("Record")
 
@@ -69,6 +69,8 @@ def load_record(
     try:
         record = entry.load()
     except Exception as error:
+        if raised_by_signal(error):
+            raise
         raise broken(f"{what} {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     if not isinstance(record, kind) or getattr(record, "name", None) != entry.name:
         raise broken(f"entry point {entry.name!r} ({entry.value}) is not a qprecon {kind.__name__} of that name")
@@ -94,15 +96,17 @@ def guarded(what: str, given: Mapping[str, Array]) -> Iterator[None]:
 
     Raises:
         ValueError: it refuses something. PluginBrokenError: it fails in another way, or has changed one of the `given` arrays.
-        Errors about memory pass through unchanged.
+        Errors about memory, and what a handler of signals raises meanwhile, pass through unchanged.
     """
     before = {name: bits_by_line(array) for name, array in given.items()}
     try:
         yield
     except ValueError as error:
+        if raised_by_signal(error):
+            raise
         raise ValueError(f"{what}: {error}") from error
     except Exception as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or raised_by_signal(error):
             raise
         raise PluginBrokenError(f"{what} failed: {error!r}") from error
     for name, array in given.items():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError
+from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError, raised_by_signal
 from ..wording import did_you_mean
 from . import plugins
 from .interface import Backend, Capabilities, SolveChunk, System
@@ -227,6 +227,8 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
     try:
         module = importlib.import_module(record.target)
     except Exception as error:
+        if raised_by_signal(error):
+            raise
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
     if not callable(getattr(module, "prepare", None)):
         raise BackendBrokenError(f"backend {record.name!r}: module {record.target} has no function prepare(system, options)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,9 +100,20 @@ class InProgress:
         below_K = fresh.value + fresh.rounding < masked.value - masked.rounding
         return ~self.certified[here] & below_K & (fresh.gap_bound <= began.rounding)
 
-    def certify_starts(self, tol: float) -> None:
+    def certify_optimal_starts(self, tol: float) -> None:
+        """Certify the warm starts that may be optimal already, so that nobody works on them.
+
+        A step along input i alone gains s_i²/A_ii: N times the largest of these is far more than a start's gap is as a rule, unless
+        it is tiny.
+        """
+        if self.start.audit is self.start.masked:
+            return
+        steps = replace(self.figures, gap_bound=self.problem.n_inputs * self.figures.stationarity**2)
+        self.certify_starts(tol, self.start.relative_gap(self.problem, steps) <= tol)
+
+    def certify_starts(self, tol: float, among_K: np.ndarray | bool = True) -> None:
         """Certify columns that still are their start, which was audited without a certificate."""
-        local = np.flatnonzero(~self.certified & (self.results.relative_gap > tol))
+        local = np.flatnonzero(~self.certified & (self.results.relative_gap > tol) & among_K)
         if len(local):
             some_NK = self.weights_NK[:, within(local, self.weights_NK)]
             fresh = audit(self.problem, self.cert, some_NK, compose(self.columns, local, self.weights_NK))

@@ -77,14 +77,14 @@ def _block(
         at = tl.full((), 0, tl.int64) + i
         q = tl.load(q_ptr + at * q_stride + cols, cols < k, 0.0)
         kept = tl.load(mask_ptr + at * mask_stride + cols, cols < k, 0) != 0
-        aim = q + here / tl.where(curvature > 0.0, curvature, 1.0)
+        to_vertex = here / tl.where(curvature > 0.0, curvature, 1.0)
         scale, zero = tl.full((COLS,), 1.0, tl.float32), tl.zeros((COLS,), tl.float32)
         if SCALED:
             scale = tl.load(scale_ptr + at * k + cols, cols < k, 1.0)
         if ZEROS:
             zero = tl.load(zero_ptr + at * k + cols, cols < k, 0.0)
-        step = _nearest(aim, scale, zero, INTEGER, LOW, HIGH, MANTISSA, LEAST, LARGEST, VALUES) - q
-        falls = kept & (curvature > 0.0) & (step * (step * curvature - 2.0 * here) < 0.0)
+        step = _nearest(q + to_vertex, scale, zero, INTEGER, LOW, HIGH, MANTISSA, LEAST, LARGEST, VALUES) - q
+        falls = kept & (curvature > 0.0) & (tl.abs(step - to_vertex) < tl.abs(to_vertex))
         step = tl.where(falls, step, 0.0)
         r = r - row[:, None] * step[None, :]
         tl.store(out_ptr + at * k + cols, step, cols < k)

@@ -25,19 +25,20 @@ from typing import Any
 import numpy as np
 
 from ..arrays.interop import Array, cast, dtype_name, from_core, kind_of, like, namespace, to_numpy
-from ..arrays.linalg import column_dots, exact_float32, masked, upper_inverse_factor
+from ..arrays.linalg import column_dots, column_norms, exact_float32, masked, upper_inverse_factor
 from ..contract.options import is_whole, made_options
 from ..engine.choice import choose_dtype
 from ..engine.in_progress import numbers_may_fail
 from ..engine.shared import Shared
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
+from ..problem.scaling import layer_scaling
 from ..proof.verdict import Audit, Known, audited
 from ..solution import Solution
 from ..wording import counted, did_you_mean
 from .formats import Fitted, Grid, find_grid
 from .rounding import Product, descend, fast_product, feedback, refit_scales
-from .scales import fit_scales, search_scales
+from .scales import fit_scales, power_near, search_scales
 
 METHODS = ("sweep", "descent", "gptq", "gptq-order", "gptq-start", "nearest")
 
@@ -162,9 +163,16 @@ def _ordered_factor(a_NN: Array) -> tuple[Array, Array | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """The problem in the dtype that is worked in; columns that are not finite have a start of 0."""
+    """The problem in the dtype that is worked in; columns that are not finite have a start of 0.
+
+    A and g are divided by ``a_unit``, near the mean of A's diagonal, and objectives besides by ``unit_K``² with ``unit_K`` near a
+    column's largest weight: powers of two, so that the answer is the same in any units. The weights are as they are, as a grid's
+    scales have a range of their own.
+    """
 
     problem: ColumnQP
+    a_unit: float
+    unit_K: Array
     grid: Grid
     a_NN: Array
     w_NK: Array
@@ -177,9 +185,13 @@ class _Work:
     def of(problem: ColumnQP, start_NK: Array, grid: Grid) -> _Work:
         dtype = dtype_name(start_NK)
         sound_NK = problem.mask_NK & like(~problem.invalid_columns(), start_NK)[None, :] & namespace(start_NK).isfinite(start_NK)
-        w_NK, g_NK = cast(problem.weights_NK, dtype), problem.linear(dtype)
-        a_NN = problem.damped_hessian(dtype)
-        return _Work(problem, grid, a_NN, w_NK, g_NK, problem.mask_NK, masked(start_NK, sound_NK), fast_product(a_NN))
+        scaling, start_NK = layer_scaling("mean", problem.hessian, dtype), masked(start_NK, sound_NK)
+        a_NN, w_NK, g_NK = scaling.hessian(problem.hessian, dtype), cast(problem.weights_NK, dtype), problem.linear("float64")
+        if g_NK is not None:
+            g_NK = cast(g_NK / scaling.hessian_scale, dtype)
+        unit_K = power_near(namespace(w_NK).maximum(column_norms(w_NK, np.inf), column_norms(start_NK, np.inf)))
+        product = fast_product(a_NN)
+        return _Work(problem, scaling.hessian_scale, unit_K, grid, a_NN, w_NK, g_NK, problem.mask_NK, start_NK, product)
 
     def candidate(self, fitted: Fitted, q_NK: Array | None = None) -> _Candidate:
         """``q_NK``, by default the start's nearest values, with r = b − Aq, made anew."""
@@ -188,9 +200,10 @@ class _Work:
         return self.valued(fitted, q_NK, r_NK if self.g_NK is None else r_NK + self.g_NK)
 
     def valued(self, fitted: Fitted, q_NK: Array, r_NK: Array) -> _Candidate:
-        """f less the constant of an explicit rhs is (w − q)ᵀ(r + g)."""
-        away_NK = self.w_NK - q_NK
-        return _Candidate(fitted, q_NK, r_NK, column_dots(away_NK, r_NK if self.g_NK is None else r_NK + self.g_NK))
+        """f less the constant of an explicit rhs is (w − q)ᵀ(r + g), here in its unit."""
+        away_NK = (self.w_NK - q_NK) / self.unit_K
+        value_K = column_dots(away_NK, r_NK if self.g_NK is None else r_NK + self.g_NK) / self.unit_K
+        return _Candidate(fitted, q_NK, r_NK, value_K)
 
     def polished(self, found: _Candidate, effort: Effort) -> _Candidate:
         """Descent, and scales re-fitted and descent in turn. None of it makes f larger."""
@@ -204,22 +217,23 @@ class _Work:
         return descend(self.a_NN, fitted, q_NK, r_NK, self.mask_NK, effort.sweeps, self.product)
 
     def unmasked(self, factor_NN: Array) -> Array:
-        """The minimiser of f without a mask, w + A⁻¹g."""
-        return self.w_NK if self.g_NK is None else self.w_NK + factor_NN.T @ (factor_NN @ self.g_NK)
+        """The minimiser of f without a mask, w + A⁻¹g. factor_NN: A's inverse factor in the problem's own units."""
+        return self.w_NK if self.g_NK is None else self.w_NK + factor_NN.T @ (self.a_unit * (factor_NN @ self.g_NK))
 
     def objective(self, found: _Candidate) -> np.ndarray:
         """f, (K,) float64 numpy, with the constant that ``Audit.objective`` has."""
-        value_K = cast(found.value_K, "float64")
+        unit_K = cast(self.unit_K, "float64")
+        value_K = cast(found.value_K, "float64") * unit_K * self.a_unit * unit_K
         if self.g_NK is not None:
             rhs_NK, w_NK = cast(self.problem.rhs_NK, "float64"), cast(self.problem.weights_NK, "float64")
-            value_K = value_K - column_dots(w_NK, rhs_NK + cast(self.g_NK, "float64"))
+            value_K = value_K - column_dots(w_NK, rhs_NK + self.a_unit * cast(self.g_NK, "float64"))
             value_K = value_K if self.problem.constant_K is None else value_K + self.problem.constant_K
         return _numpy(value_K)
 
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Weights on a grid, r = b − Aq, and what f is without its constant."""
+    """Weights on a grid, r = b − Aq, and what f is without its constant, in the units of ``_Work``."""
 
     fitted: Fitted
     q_NK: Array

@@ -10,6 +10,8 @@ The least value cannot be found for sure; nothing here makes f larger:
   take over its error through the inverse factor. Not monotone in f; the better place to start the descent from.
 - ``refit_scales``: for fixed codes f is a parabola in each scale as well: its vertex, group by group, where that makes f smaller.
 
+Whether f falls is asked in numbers of the size of the weights, or of 1: their squares may leave float32's range.
+
 Shapes: N inputs, K columns, G groups of inputs, B inputs of a block.
 """
 
@@ -25,7 +27,7 @@ from ..arrays.halves import Halves, has_fast_halves, multiply
 from ..arrays.interop import Array, device_type, dtype_name, kind_of, namespace
 from ..arrays.linalg import subtract_product
 from .formats import Fitted, Grid, Rows
-from .scales import stored_scales
+from .scales import power_near, stored_scales
 
 Product = Callable[[slice, Array], Array]
 
@@ -40,7 +42,7 @@ def fast_product(a_NN: Array) -> Product:
     root_N1 = a_NN.diagonal().sqrt()[:, None]
     root_N1 = namespace(a_NN).where(root_N1 > 0, root_N1, 1.0)
     halves = Halves.of(a_NN / root_N1 / root_N1.T, used_up=True)
-    return lambda columns, x: multiply(halves[:, columns], Halves.of(root_N1[columns] * x, used_up=True)).mul_(root_N1)
+    return lambda columns, x: multiply(halves[:, columns], Halves.of_columns(root_N1[columns] * x)).mul_(root_N1)
 
 
 def descend(
@@ -92,8 +94,9 @@ def _descend_block(a_BB: Array, scales: Rows, q_BK: Array, r_BK: Array, mask_BK:
     for i in range(len(q_BK)):  # a step is some ten calls, and on a CPU half of the time is spent on calling
         row = slice(i, i + 1)
         q_1K, r_1K = q_BK[row], r_BK[row]
-        step_1K = scales.part(row).nearest(q_1K + r_1K / divisor_B1[row]) - q_1K
-        falls_1K = step_1K * (step_1K * curvature_B1[row] - 2.0 * r_1K) < 0  # rounding could otherwise move a weight for nothing
+        to_vertex_1K = r_1K / divisor_B1[row]
+        step_1K = scales.part(row).nearest(q_1K + to_vertex_1K) - q_1K
+        falls_1K = abs(step_1K - to_vertex_1K) < abs(to_vertex_1K)  # rounding could otherwise move a weight for nothing
         step_1K = xp.where(free_BK[row] & falls_1K, step_1K, 0.0)
         if on_host and not step_1K.any():
             continue
@@ -168,7 +171,8 @@ def refit_scales(a_NN: Array, fitted: Fitted, q_NK: Array, r_NK: Array) -> tuple
         scales = replace(fitted, scale_GK=new_1K, zero_GK=None if fitted.zero_GK is None else fitted.zero_GK[g : g + 1]).by_group()
         values_BK = scales.nearest(units_BK[None] * scales.scale_BK)[0]
         change_BK = values_BK - q_NK[rows]
-        falls_K = (change_BK * (a_BB @ change_BK - 2.0 * r_NK[rows])).sum(0) < 0
+        unit_K = power_near(xp.amax(abs(change_BK), 0))
+        falls_K = (change_BK / unit_K * (a_BB @ change_BK - 2.0 * r_NK[rows])).sum(0) < 0
         change_BK = xp.where(falls_K[None, :], change_BK, xp.zeros_like(change_BK))
         scale_GK[g] = xp.where(falls_K, new_1K[0], scale_GK[g])
         q_NK[rows] = xp.where(falls_K[None, :], values_BK, q_NK[rows])

@@ -76,7 +76,7 @@ def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
     w_GBK, weight_GB1 = w_NK.reshape(groups, n // groups, k), weight_N.reshape(groups, n // groups, 1)
     least_GK, most_GK = group_range(grid, w_NK)
     # Only shares of one group are compared: all are brought to one size, so that squares stay within the dtype's range.
-    unit_G1K, weight_GB1 = _power_near(xp.maximum(most_GK, -least_GK))[:, None], weight_GB1 / _power_near(weight_GB1.max())
+    unit_G1K, weight_GB1 = power_near(xp.maximum(most_GK, -least_GK))[:, None], weight_GB1 / power_near(weight_GB1.max())
     best_GK = most_GK + float("inf")
     for step in range(_SHRINKS):
         share = 1.0 - step * (1.0 - _LEAST_SHRINK) / (_SHRINKS - 1)
@@ -88,7 +88,7 @@ def search_scales(grid: Grid, w_NK: Array, weight_N: Array) -> Fitted:
     return fitted
 
 
-def _power_near(x: Array) -> Array:
+def power_near(x: Array) -> Array:
     """The power of two nearest to each number, 1 for 0: dividing by it changes no digit."""
     xp, power = namespace(x), _nearest_power(x)
     return xp.where(power > 0, power, xp.ones_like(power))

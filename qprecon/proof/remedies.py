@@ -13,7 +13,8 @@ from ..status import Status
 from ..wording import more_damping
 
 _DIRECT, _WITH_BOUNDS = ("cholesky",), ("piqp", "clarabel")
-_MOST, _LEAST = 1e150, 1e-130  # of a column's mass: it is squared, and what is left of it by a solve, 1e-16 of it, is too
+_MOST, LEAST = 1e150, 1e-130  # of a column's mass: it is squared, and what is left of it by a solve, 1e-16 of it, is too
+BEYOND = "the squares that a certificate is made of leave float64's range"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def _causes(problem: ColumnQP | None, relative_gap_K: np.ndarray) -> list[tuple[
         return []
     mass_K, none_K = _mass(problem), relative_gap_K == np.inf
     scaled = "scale W or H" if problem.rhs_NK is None else "scale W, or H, and rhs with it,"
-    beyond = f"the squares that a certificate is made of leave float64's range: {scaled}"
-    found = [(none_K & ~(mass_K < _MOST), f"{beyond} down"), (none_K & (mass_K > 0) & (mass_K < _LEAST), f"{beyond} up")]
+    beyond = f"{BEYOND}: {scaled}"
+    found = [(none_K & ~(mass_K < _MOST), f"{beyond} down"), (none_K & (mass_K > 0) & (mass_K < LEAST), f"{beyond} up")]
     if (unbounded_K := _unbounded(problem)) is not None:
         found.append((
             none_K & unbounded_K, "f has no minimum, as rhs lies outside H's range: it is not 0 at a kept input whose row of H is "

@@ -16,6 +16,7 @@ from .audit import Figures, audit
 from .factor import Certificate, gamma
 from .improvement import masked_weights
 from .notices import no_lower_bound
+from .remedies import BEYOND, LEAST
 from .starting_point import Start, check_squared_error, find_start
 
 _BYTES = 8 * 14  # float64 temporaries, per entry of W
@@ -64,7 +65,10 @@ class Audit:
             lines.append(f"{counted(unfinite, 'column')} with {what}: nothing certified")
         if broken:
             lines.append(f"{counted(broken, 'column')} with weights where the mask has none, or out of bounds: nothing certified")
-        if none := int(np.isinf(self.gap_bound).sum()) - broken - unfinite:
+        tiny_K = np.maximum(abs(self.objective), abs(self.baseline_objective)) < LEAST**2
+        if tiny := int((np.isinf(self.gap_bound) & (self.violation == 0) & tiny_K).sum()):
+            lines.append(f"{counted(tiny, 'column')} without any certificate: {BEYOND}: scale W or H up")
+        if none := int(np.isinf(self.gap_bound).sum()) - broken - unfinite - tiny:
             lines.append(f"{counted(none, 'column')} without any certificate")
         return "\n".join(lines)
 

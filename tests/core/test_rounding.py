@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import qprecon
 from qprecon.grids.formats import BF16, E2M1, E4M3, FP16, find_grid
 from qprecon.grids.on_grid import METHODS
-from qprecon.grids.rounding import descend, feedback, refit_scales
+from qprecon.grids.rounding import descend, fast_product, feedback, refit_scales
 from qprecon.grids.scales import fit_scales, search_scales
 from tests.small_problems import gram
 
@@ -366,16 +366,56 @@ def test_where_h_is_zero_every_method_takes_nearest_values(method):
     np.testing.assert_array_equal(found.weights, nearest)
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("grid", ["int4", "int8", "nvfp4"])
-def test_scales_are_found_for_weights_whose_squares_leave_the_dtype(grid):
-    """2^62 times as large, where the squares of a whole group are beyond float32: nearly as good."""
-    rng = np.random.default_rng(0)
+def scaled_problem(grid, seed=0):
+    rng = np.random.default_rng(seed)
     x_TN, w_NK = rng.standard_normal((300, 128)).astype(np.float32), rng.standard_normal((128, 8)).astype(np.float32)
-    mask_NK, prepared = rng.random((128, 8)) < 0.5, qprecon.prepare(x_TN.T @ x_TN, damping=0.01)
-    best = prepared.solve(w_NK, mask_NK).weights
-    lost = []
-    for unit in (np.float32(1.0), np.float32(2.0**62)):
-        rounded = prepared.round(unit * w_NK, mask_NK, unit * best, grid)
-        lost.append(rounded.objective / unit.astype(float) ** 2)
-    np.testing.assert_allclose(lost[0], lost[1], rtol=2e-2)
+    mask_NK, h_NN = rng.random((128, 8)) < 0.5, x_TN.T @ x_TN
+    start_NK = qprecon.prepare(h_NN, damping=0.01).solve(w_NK, mask_NK).weights
+    return h_NN, w_NK, mask_NK, start_NK, find_grid(grid, **groups_for(grid, 32))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("grid", ["int4", "int8", "fp8", "nvfp4", "mxfp4"])
+def test_the_unit_of_the_weights_changes_no_bit(grid, method):
+    """Squares of weights or of their steps leave float32's range both ways; a column's unit is its own where scales are."""
+    h_NN, w_NK, mask_NK, start_NK, grid = scaled_problem(grid)
+    prepared, own = qprecon.prepare(h_NN, damping=0.01), grid.scale != "e4m3"
+    for rhs_NK in (None, (h_NN @ w_NK).astype(np.float32) * np.float32(1.25)):
+        found = []
+        for exponents_K in (np.zeros(8, int), np.full(8, 60), np.full(8, -70), np.full(8, 100), (np.arange(8) * 20 - 70) * own):
+            unit_K = np.float32(2.0) ** exponents_K.astype(np.float32)
+            rhs = None if rhs_NK is None else rhs_NK * unit_K
+            rounded = prepared.round(w_NK * unit_K, mask_NK, start_NK * unit_K, grid, method=method, rhs=rhs)
+            wide_K = unit_K.astype(np.float64)
+            found.append((rounded.weights / unit_K, rounded.objective / wide_K**2, rounded.nearest_objective / wide_K**2))
+        for other in found[1:]:
+            for one, another in zip(found[0], other, strict=True):
+                np.testing.assert_array_equal(one, another)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nor_does_the_unit_of_h(method):
+    """Alone and with that of the weights, with an rhs too."""
+    h_NN, w_NK, mask_NK, start_NK, grid = scaled_problem("int8")
+    for rhs_NK in (None, (h_NN @ w_NK).astype(np.float32) * np.float32(1.25)):
+        found = []
+        for of_h, of_w in ((0, 0), (100, 0), (-100, 0), (60, 40), (-60, -40)):
+            unit, size = np.float32(2.0) ** np.float32(of_h), np.float32(2.0) ** np.float32(of_w)
+            rhs, prepared = None if rhs_NK is None else rhs_NK * size * unit, qprecon.prepare(h_NN * unit, damping=0.01)
+            rounded = prepared.round(w_NK * size, mask_NK, start_NK * size, grid, method=method, rhs=rhs)
+            found.append((rounded.weights / size, rounded.nearest_objective / (float(unit) * float(size) ** 2)))
+        for weights_NK, nearest_K in found[1:]:
+            np.testing.assert_array_equal(weights_NK, found[0][0])
+            np.testing.assert_array_equal(nearest_K, found[0][1])
+
+
+def test_with_products_of_halves_small_columns_keep_their_digits(monkeypatch):
+    """Beside columns that are a million times as large: r and f are as in float32."""
+    monkeypatch.setattr("qprecon.grids.rounding.has_fast_halves", lambda x: True)
+    h_NN, w_NK, _, _, _ = scaled_problem("int4")
+    a_NN, x_NK = torch.from_numpy(h_NN), torch.from_numpy(w_NK * np.float32(10.0) ** np.arange(-12, 12, 3))
+    wanted_NK, some = a_NN.double() @ x_NK.double(), slice(32, 96)
+    for columns, wanted in ((slice(None), wanted_NK), (some, a_NN[:, some].double() @ x_NK[some].double())):
+        found_NK = fast_product(a_NN)(columns, x_NK[columns].clone())
+        assert bool((abs(found_NK - wanted).amax(0) < 1e-5 * abs(wanted).amax(0)).all())

@@ -33,6 +33,16 @@ def test_where_squares_leave_the_range_it_is_said_to_scale(h, w, way, backend, m
     assert "dtype=" not in summary and "damping" not in summary and "raise" not in summary and "nan" not in summary
 
 
+@pytest.mark.parametrize(("h", "w", "said"), [(1, 1e-200, "or H up"), (1e-305, 1, "or H up"), (1, 1e200, "too large")])
+def test_an_audit_says_so_too(h, w, said):
+    """Of other columns' it says nothing."""
+    units_K = np.where(np.arange(W.shape[1]) == 1, w, 1.0 if h == 1 else 1e160)
+    audit = qprecon.prepare(H * h, damping=0.01).audit(W * units_K, MASK, W * MASK * units_K)
+    assert np.isinf(audit.gap_bound).tolist() == (units_K == w).tolist()
+    found = [line for line in audit.summary().splitlines() if said in line]
+    assert len(found) == 1 and found[0].startswith("1 column ") and not audit.summary().endswith("without any certificate")
+
+
 def test_with_an_rhs_it_is_scaled_too():
     solution = qprecon.solve(H, 0 * W, MASK, rhs=1e-200 * W)
     assert solution.optimal.all() or "scale W, or H, and rhs with it, up" in solution.summary()

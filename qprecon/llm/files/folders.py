@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qprecon.errors import one_line
+from qprecon.errors import one_line, raised_by_signal
 from qprecon.files import local_path, near
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.names import check_utf8_name
@@ -42,6 +42,8 @@ def model_folder(model: str | Path) -> Path:
     try:
         return fetched_model(model)
     except Exception as error:  # the hub's library raises classes of several others
+        if raised_by_signal(error):
+            raise
         why = one_line(error)
         raise OSError(f"there is no folder {model!r} here, and as a name on the hub it cannot be had: {why}{near(path)}") from error
 

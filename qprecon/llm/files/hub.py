@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qprecon.errors import raised_by_signal
+
 # A hub name may hold dots ("Llama-3.1-8B"); with one of these endings it is a file's.
 _SUFFIXES = tuple(
     ".txt .text .md .raw .json .jsonl .csv .tsv .parquet .arrow .gz .zst .xz .bz2 .zip .tar .npz .npy .yaml .yml .py "
@@ -72,6 +74,8 @@ def ask_hub(name: str, kind: str) -> None:
     except HfHubHTTPError:
         return  # it answers, and the libraries tell what that means for them
     except Exception as error:  # of requests, of httpx, of sockets: as the library's version has it
+        if raised_by_signal(error):
+            raise
         raise OSError(f"the hub does not answer ({error})") from error
 
 
@@ -102,7 +106,9 @@ def hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
-    except Exception:  # of requests, of httpx, of sockets: as the library's version has it
+    except Exception as error:  # of requests, of httpx, of sockets: as the library's version has it
+        if raised_by_signal(error):
+            raise
         return False
     return True
 

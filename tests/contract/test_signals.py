@@ -1,0 +1,147 @@
+"""What a handler of signals raises while others' code runs is the caller's own and passes through: alarms are set in that code."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qprecon
+from qprecon.contract import Backend, Capabilities, RawColumns, plugins, registry
+from qprecon.errors import PluginBrokenError, raised_by_signal
+from qprecon.files import JSON, reading, writing
+
+from . import cases
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX signals")
+
+
+class TooLate(Exception):
+    """Of a caller."""
+
+
+def _stop(signum: int, frame: types.FrameType | None) -> None:
+    raise TooLate
+
+
+class _Watch:
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __call__(self, *given: Any) -> None:
+        self.raised()
+
+    def raised(self) -> None:
+        raise self.error("late")
+
+
+HANDLERS = {
+    "a function": (_stop, TooLate),
+    "an object": (_Watch(TimeoutError), TimeoutError),
+    "a part": (functools.partial(lambda error, number, frame: _Watch(error).raised(), ValueError), ValueError),
+}
+
+
+@pytest.fixture(params=HANDLERS)
+def expected(request: pytest.FixtureRequest) -> Iterator[type[Exception]]:
+    """What the handler of the alarm raises."""
+    handler, error = HANDLERS[request.param]
+    before = signal.signal(signal.SIGALRM, handler)
+    yield error
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _until_the_alarm(work: Callable[[], Any]) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    started = time.monotonic()
+    while time.monotonic() - started < 20.0:
+        work()
+    raise AssertionError("no alarm")
+
+
+def _given() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    x_TN = rng.standard_normal((300, 64))
+    return {"H": x_TN.T @ x_TN, "W": rng.standard_normal((64, 16)), "mask": rng.random((64, 16)) < 0.5, "damping": 0.01}
+
+
+@pytest.mark.parametrize("backend", ["pcg", "cholesky", "admm"])
+def test_in_a_backend_of_ours(backend: str, expected: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.require(backend)
+    module = importlib.import_module(f"qprecon.backends.{backend}")
+    prepare = module.prepare
+
+    def again_and_again(system: Any, options: Any) -> Any:
+        solve_chunk = prepare(system, options)
+        return lambda chunk: _until_the_alarm(lambda: solve_chunk(chunk))
+
+    monkeypatch.setattr(module, "prepare", again_and_again)
+    with pytest.raises(expected) as caught:
+        qprecon.solve(**_given(), backend=backend)
+    assert caught.value.__cause__ is None
+    monkeypatch.undo()
+    assert qprecon.solve(**_given(), backend=backend).optimal.all()  # and nothing is left behind
+
+
+@pytest.mark.parametrize("where", ["prepare", "solve_chunk", "fresh", "bytes_per_column", "import"])
+def test_in_a_backend_of_others(where: str, expected: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(name: str) -> None:
+        if name == where:
+            _until_the_alarm(lambda: None)
+
+    class Solver:
+        def __call__(self, chunk: Any) -> RawColumns:
+            part("solve_chunk")
+            return RawColumns(chunk.start_NK, "optimal")
+
+        def fresh(self) -> Solver:
+            part("fresh")
+            return self
+
+    def prepare(system: Any, options: Any) -> Solver:
+        part("prepare")
+        return Solver()
+
+    module = types.ModuleType("slow_backend")
+    module.prepare, module.bytes_per_column = prepare, lambda *sizes: part("bytes_per_column") or 8.0
+    monkeypatch.setitem(sys.modules, "slow_backend", module)
+    real = importlib.import_module
+    loaded = lambda name, *more: (part("import") if name == "slow_backend" else None) or real(name, *more)  # noqa: E731
+    monkeypatch.setattr(importlib, "import_module", loaded)
+    record = Backend("slow", "slow_backend", "a test", capabilities=Capabilities())
+    monkeypatch.setattr(registry, "backends", lambda: {"slow": record})
+    monkeypatch.setattr(registry, "find", lambda name: record)
+    with pytest.raises(expected) as caught:
+        qprecon.solve(**_given(), backend="slow")
+    assert caught.value.__cause__ is None
+
+
+def test_in_a_plugin_and_while_files_are_used(expected: type[Exception], tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for context in (plugins.guarded("mask 'slow'", {}), reading(path, JSON, Exception), writing(path, Exception)):
+        with pytest.raises(expected) as caught, context:
+            _until_the_alarm(lambda: None)
+        assert caught.value.__cause__ is None
+
+
+def test_only_a_handler_of_signals_is_one() -> None:
+    """Not a function that is given a number, or another frame than its caller's."""
+
+    def fail(number: int, frame: Any = None) -> None:
+        raise TooLate
+
+    other = sys._getframe(1)
+    for given in ((1,), (1, other)):
+        with pytest.raises(PluginBrokenError) as caught, plugins.guarded("it", {}):
+            fail(*given)
+        assert not raised_by_signal(caught.value.__cause__)
