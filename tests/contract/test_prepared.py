@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import pickle
 import threading
+import types
 import weakref
 
 import numpy as np
@@ -35,7 +36,7 @@ RHS = X.T @ TARGET
 def count(monkeypatch):
     """How many Cholesky factorisations certificates made, and how often each backend was set up."""
     seen = {"cholesky": 0, "prepare": []}
-    real_cholesky, real_load = factor_module.cholesky, registry.load
+    real_cholesky, real_load = factor_module.cholesky_begun, registry.load
 
     def cholesky(a_NN, overwrite=False):
         seen["cholesky"] += 1
@@ -50,7 +51,7 @@ def count(monkeypatch):
 
         return dataclasses.replace(loaded, prepare=prepare)
 
-    monkeypatch.setattr(factor_module, "cholesky", cholesky)
+    monkeypatch.setattr(factor_module, "cholesky_begun", cholesky)
     monkeypatch.setattr(registry, "load", load)
     return seen
 
@@ -441,3 +442,51 @@ def test_a_prepared_hessian_goes_to_another_process(how, kind):
         again.solve(w_NK, mask_NK, "cholesky")
     finally:
         h_NN[0, 0] -= 1.0
+
+
+def _logged(monkeypatch, device_type):
+    """What is done for a problem on such a device, in order, and what asks for it."""
+    from qprecon.contract import registry
+    from qprecon.engine import shared as module
+    from qprecon.engine import solving
+
+    done, begun, set_up = [], module.certificate_begun, module._set_up
+
+    def begin(hessian):
+        finish = begun(hessian)
+        done.append("begun")
+        return lambda: done.append("waited for") or finish()
+
+    monkeypatch.setattr(module, "certificate_begun", begin)
+    monkeypatch.setattr(module, "_set_up", lambda *given: done.append("set up") or set_up(*given))
+    problem = types.SimpleNamespace(place=types.SimpleNamespace(device_type=device_type))
+
+    def ask(h_NN, backend):
+        shared = module.Shared(qprecon.prepare(h_NN).hessian)
+        task = solving._task(shared, problem, registry.load(registry.find(backend), {}), "float64")
+        assert task.cert is shared.certificate and task.cert.factor_NN is not None
+        return done
+
+    return done, ask
+
+
+def test_a_gpu_makes_the_factor_while_the_host_sets_up(monkeypatch):
+    """On a CPU one comes after the other: a set-up for an H that is no Gram matrix would be in vain."""
+    h_NN = np.eye(4) + 0.1
+    assert _logged(monkeypatch, "cuda")[1](h_NN, "pcg") == ["begun", "set up", "waited for"]
+    monkeypatch.undo()
+    assert _logged(monkeypatch, "cpu")[1](h_NN, "pcg") == ["begun", "waited for", "set up"]
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_an_indefinite_hessian_is_told_before_what_a_backend_makes_of_it(monkeypatch, device_type):
+    done, ask = _logged(monkeypatch, device_type)
+
+    def refuses(*given):
+        raise qprecon.BackendBrokenError("as it must")
+
+    monkeypatch.setattr("qprecon.engine.shared._set_up", refuses)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^H is clearly indefinite"):
+            ask(np.array([[1.0, 2, 0], [2, 1, 0], [0, 0, 1]]), "pcg")
+    assert done == ["begun", "waited for"] * 2
