@@ -57,6 +57,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "layer stop": functools.partial(speed.layer_calls, "layer_stop"),
         "block inner": functools.partial(speed.block, "block_profile_inner", speed.PREDICTED_INNER),
         "layer inner": functools.partial(speed.layer_calls, "layer_inner", ("busy_seconds",)),
+        "block kept": functools.partial(speed.block, "block_profile_kept", speed.PREDICTED_KEPT),
+        "layer kept": functools.partial(speed.layer_calls, "layer_kept", ("busy_seconds",)),
         "at once": speed.at_once,
         "launches": speed.launches,
         "real": seconds.real_layers,
