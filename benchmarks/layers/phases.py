@@ -51,7 +51,7 @@ LAYERS = (
 TINY = (Synthetic("256x160 easy 50%", 256, 160, 1.0, 0.5),)
 SOLVE_PARTS: tuple[tuple[Any, str, str], ...] = (
     (Hessian, "__post_init__", "check H"),
-    (shared, "certificate", "factor"),
+    (shared, "certificate_begun", "factor"),
     (Scaling, "hessian", "scale H"),
     (precondition, "low_rank", "sketch"),
     (pcg, "product", "split H"),
