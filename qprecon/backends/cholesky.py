@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,9 @@ import scipy.linalg
 
 from ..arrays.interop import Array, cast, device_type, dtype_name, kind_of, namespace
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.options import NoOptions as Options
 
 _GPU_BATCH_BYTES = 2e9
-
-
-@dataclass(frozen=True)
-class Options:
-    """No options of its own."""
 
 
 def prepare(system: System, options: Options) -> SolveChunk:

@@ -6,19 +6,13 @@ H is dense, so that a column costs about I³/3 an iteration without BLAS, I its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import clarabel
 import numpy as np
 import scipy.sparse as sparse
 
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.options import NoOptions as Options
 from ._shared.reduced import CLARABEL_WORDS, Answer, Reduced, bound_rows, solve_reduced
-
-
-@dataclass(frozen=True)
-class Options:
-    """It has none of its own."""
 
 
 def prepare(system: System, options: Options) -> SolveChunk:

@@ -16,6 +16,7 @@ import cvxpy as cp
 import numpy as np
 
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.options import CvxpyOptions
 
 _PREFERRED = ("CLARABEL", "PIQP", "PROXQP", "OSQP", "HIGHS", "SCS")
 # what each solver calls its accuracies, iteration limit and time limit (None: it has none)
@@ -41,20 +42,11 @@ Solved = tuple[np.ndarray | None, str, int]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Own options.
-
-    Attributes:
-        form: "box" (constrained, paper eq. constrained_objective) or "reduced" (unconstrained, paper eq. unconstrained_qp_params).
-        solver: a name from ``cvxpy.installed_solvers()``; None means the first good one.
-    """
-
-    form: str = "box"
-    solver: str | None = None
+class Options(CvxpyOptions):
+    """Those of `CvxpyOptions`, with a solver that is installed."""
 
     def __post_init__(self) -> None:
-        if self.form not in ("box", "reduced"):
-            raise ValueError(f"form must be 'box' or 'reduced', got {self.form!r}")
+        super().__post_init__()
         if self.solver is not None and self.solver.upper() not in cp.installed_solvers():
             raise ValueError(f"cvxpy has no solver {self.solver!r} installed; it has {', '.join(cp.installed_solvers())}")
 

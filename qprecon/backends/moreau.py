@@ -6,29 +6,13 @@ each bound that is met; the interior-point method costs a factor an iteration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import moreau
 import numpy as np
 import scipy.sparse as sparse
 
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.options import MoreauOptions as Options
 from ._shared.reduced import CLARABEL_WORDS, Answer, Reduced, bound_rows, solve_reduced
-
-
-@dataclass(frozen=True)
-class Options:
-    """Own options.
-
-    Attributes:
-        method: "ipm" or "active_set". Columns without any bound take "ipm" in any case: Moreau 0.4.1 would crash the process.
-    """
-
-    method: str = "ipm"
-
-    def __post_init__(self) -> None:
-        if self.method not in ("ipm", "active_set"):
-            raise ValueError(f"method must be 'ipm' or 'active_set', got {self.method!r}")
 
 
 def prepare(system: System, options: Options) -> SolveChunk:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from mpax.utils import QuadraticProgrammingProblem, TerminationStatus
 
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
 from ._shared.jax import bucket, compiled, precision, root_logger_kept, start_without_preallocation
+from ._shared.options import MpaxOptions as Options
 from ._shared.rapdhg import WORDS, shared_problem, solve_columns
 
 start_without_preallocation()
@@ -29,37 +29,6 @@ start_without_preallocation()
 PAPER_TOLERANCE, PAPER_BATCH = 1e-2, 96
 _ITERATION_LIMIT = 100_000  # the paper's; enough for κ of a few 1e6
 _FIRST_SEGMENT = 1024  # iterations between two looks at the clock, doubled each time; only used under a deadline
-
-
-@dataclass(frozen=True)
-class Options:
-    """Own options.
-
-    Attributes:
-        paper: the paper's setting: relative and absolute tolerance 0.01 whatever ``tol`` is, no normalisation by the core,
-            jax's own matmul precision, one round, and its rule that a layer is skipped (comes back as it started) when most of
-            its columns do not converge or its total error grows. The rule sees a chunk: ``batch_size=K`` makes that the layer.
-        batch: columns a call of MPAX; None means the whole chunk, or 96 with ``paper``.
-        jit: False calls MPAX traced anew each time, as the paper's code does; only of use as a baseline.
-    """
-
-    paper: bool = False
-    batch: int | None = None
-    jit: bool = True
-
-    def __post_init__(self) -> None:
-        if self.batch is not None and self.batch < 1:
-            raise ValueError(f"batch must be a positive integer, got {self.batch!r}")
-
-    @property
-    def scaling(self) -> str | None:
-        """Overrides ``Capabilities.scaling``."""
-        return "none" if self.paper else None
-
-    @property
-    def warm_start(self) -> bool | None:
-        """Overrides ``Capabilities.warm_start``: the paper's setting starts once, from Δ = 0."""
-        return False if self.paper else None
 
 
 def prepare(system: System, options: Options) -> SolveChunk:

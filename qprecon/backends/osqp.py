@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import osqp
 import scipy.sparse as sparse
 
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.options import OsqpOptions as Options
 
 _ITERATION_LIMIT = 20_000
 _RHO = 0.1  # OSQP's first penalty, which it adapts
@@ -33,24 +33,6 @@ _WORDS = {
     osqp.SolverStatus.OSQP_DUAL_INFEASIBLE: "dual infeasible",
     osqp.SolverStatus.OSQP_NON_CVX: "not convex",
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """Own options.
-
-    Attributes:
-        polishing: solve the KKT system of the guessed active set at the end; nearly exact where the guess is right.
-        workers: threads, each with a factor of its own (about 16 N² bytes); None means one for every 8 columns, at most as many as
-            there are usable cores.
-    """
-
-    polishing: bool = True
-    workers: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be a positive integer, got {self.workers!r}")
 
 
 def prepare(system: System, options: Options) -> SolveChunk:

@@ -6,12 +6,11 @@ A column costs about I³/3 an iteration, I its kept inputs, and 8 to 15 iteratio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import piqp
 
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ._shared.options import NoOptions as Options
 from ._shared.reduced import Answer, Reduced, solve_reduced
 
 _WORDS = {
@@ -21,11 +20,6 @@ _WORDS = {
     piqp.PIQP_DUAL_INFEASIBLE: "dual infeasible",
     piqp.PIQP_NUMERICS: "numerical trouble",
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """It has none of its own."""
 
 
 def prepare(system: System, options: Options) -> SolveChunk:

@@ -15,11 +15,12 @@ from qprecon.llm.settings.other_words import elsewhere
 from qprecon.wording import nearest
 
 _NO_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)$", re.DOTALL)
-# A value of Python's spelling; a full stop at the end of a bare word is the sentence's.
+# A value of Python's spelling; a full stop or a colon at the end of a bare word is the sentence's.
 _PAIR = "KEY=VALUE"
 _TEXT = r"""'[^']*'|"[^"]*\""""
 _SEVERAL = rf"""\[(?:{_TEXT}|[^]'"])*\]|{{(?:{_TEXT}|[^}}'"])*}}"""
-_ONE = r"""(?P<quote>["'])(?P<quoted>[^"']+)(?P=quote)|(?P<bare>…|[\w:%+-]+(?:\.[\w:%+-]+)*)"""
+_WORD = r"[\w:%+-]*[\w%+-]"
+_ONE = rf"""(?P<quote>["'])(?P<quoted>[^"']+)(?P=quote)|(?P<bare>…|{_WORD}(?:\.{_WORD})*)"""
 _VALUE = f"(?:(?P<several>{_SEVERAL})|{_ONE})"
 
 

@@ -119,6 +119,7 @@ class Backend:
         requires: modules that must be importable.
         extra: the pip extra of qprecon that brings them; "" if none is needed.
         capabilities: see there.
+        takes: "module:class" of its options, looked at before the target is imported, where that takes long; "": the target's own.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Backend:
     requires: tuple[str, ...] = ()
     extra: str = ""
     capabilities: Capabilities = Capabilities()
+    takes: str = ""
 
     @property
     def installed(self) -> bool:

@@ -48,7 +48,7 @@ def made_options(owner: str, kind: type | None, values: Mapping[str, Any], other
     """`kind(**values)`, the options dataclass of a backend or mask; None where it has none.
 
     ValueError, naming `owner`: an unknown name, with the nearest of its own and of `others`, which a misspelt one may have meant; a
-    value of another type; and what `kind` itself refuses.
+    value of another type; and a value that `kind` itself refuses.
     """
     fields = option_names(kind)
     for name in values:
@@ -56,7 +56,14 @@ def made_options(owner: str, kind: type | None, values: Mapping[str, Any], other
             hint = did_you_mean(name, [*fields, *others], ".")
             raise ValueError(f"{owner} has no option {name!r}{hint} Its options: {', '.join(fields) or 'none'}")
     check_values(owner, values, kind)
-    return kind(**values) if kind else None
+    if kind is None:
+        return None
+    try:
+        return kind(**values)
+    except ValueError as error:
+        if type(error) is not ValueError or str(error).startswith(owner):
+            raise
+        raise ValueError(f"{owner}: {error}") from error
 
 
 def option_names(kind: type | None) -> list[str]:

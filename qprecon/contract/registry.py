@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ BUILT_IN = (
         "qprecon.backends.cholesky",
         "exact: a Cholesky factor of each column's own kept block",
         capabilities=Capabilities(libraries=_CORE, devices=("cpu", "cuda")),
+        takes="qprecon.backends._shared.options:NoOptions",
     ),
     Backend(
         "pcg",
@@ -73,6 +74,7 @@ BUILT_IN = (
         "rAPDHG, the paper's solver, through MPAX on JAX",
         requires=("jax", "mpax"),
         extra="mpax",
+        takes="qprecon.backends._shared.options:MpaxOptions",
         capabilities=Capabilities(bounds=True, libraries=("jax",), devices=("cpu", "cuda", "tpu"), warm_start=True),
     ),
     Backend(
@@ -81,6 +83,7 @@ BUILT_IN = (
         "OSQP, one set-up a layer; a reference for general bounds",
         requires=("osqp",),
         extra="osqp",
+        takes="qprecon.backends._shared.options:OsqpOptions",
         capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
     Backend(
@@ -89,6 +92,7 @@ BUILT_IN = (
         "PIQP, a dense interior-point method on each column's kept block; a reference for general bounds",
         requires=("piqp",),
         extra="piqp",
+        takes="qprecon.backends._shared.options:NoOptions",
         capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
     Backend(
@@ -97,6 +101,7 @@ BUILT_IN = (
         "Clarabel, an interior-point method on each column's kept block; a reference for general bounds",
         requires=("clarabel",),
         extra="clarabel",
+        takes="qprecon.backends._shared.options:NoOptions",
         capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
     Backend(
@@ -105,6 +110,7 @@ BUILT_IN = (
         "Moreau, an interior-point or active-set method on each column's kept block; a reference for general bounds",
         requires=("moreau",),
         extra="moreau",
+        takes="qprecon.backends._shared.options:MoreauOptions",
         capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
     Backend(
@@ -113,6 +119,7 @@ BUILT_IN = (
         "any QP solver that cvxpy has installed; a reference",
         requires=("cvxpy",),
         extra="cvxpy",
+        takes="qprecon.backends._shared.options:CvxpyOptions",
         capabilities=Capabilities(bounds=True, dtypes=("float64",), warm_start=True),
     ),
 )
@@ -175,20 +182,23 @@ def find(name: str) -> Backend:
     raise UnknownBackendError(f"unknown backend {name!r}{hint} Known: auto, {', '.join(known)}")
 
 
-def refuse_options_of_auto(options: Iterable[str]) -> None:
-    """ValueError for any option: which backend "auto" takes, and so which options there are, depends on the problem."""
+def refuse_options_of_auto(options: Iterable[str], others: Sequence[str] = _COMMON) -> None:
+    """ValueError for any option: which backend "auto" takes, and so which options there are, depends on the problem.
+
+    others: what a misspelt one may have meant beside them.
+    """
     name = next(iter(options), None)
     if name is None:
         return
     _refuse_device(options)
-    if hint := did_you_mean(name, _COMMON, least=_MISSPELT):  # told before libraries are imported for a look
+    if hint := did_you_mean(name, others, least=_MISSPELT):  # told before libraries are imported for a look
         raise ValueError(f"unknown option {name!r}{hint}")
-    owned = {record.name: option_names(_kind(importlib.import_module(record.target))) for record in BUILT_IN if record.installed}
+    owned = {record.name: option_names(_looked_at(record)) for record in BUILT_IN if record.installed}
     if owner := next((record for record, names in owned.items() if name in names), None):
         raise ValueError(
             f"option {name!r} goes with a named backend, not with 'auto', which chooses by the problem: give backend={owner!r}"
         )
-    hint = did_you_mean(name, [*_COMMON, *itertools.chain(*owned.values())], ": no built-in backend that is installed has it")
+    hint = did_you_mean(name, [*others, *itertools.chain(*owned.values())], ": no built-in backend that is installed has it")
     raise ValueError(f"unknown option {name!r}{hint}")
 
 
@@ -200,6 +210,30 @@ def _refuse_device(options: Iterable[str]) -> None:
 
 def _kind(module: Any) -> type | None:
     return getattr(module, "Options", None)
+
+
+def _looked_at(record: Backend) -> type | None:
+    """What its options are looked at with before its module is imported, if it says so."""
+    module, _, name = record.takes.partition(":")
+    return getattr(importlib.import_module(module), name) if name else _kind(importlib.import_module(record.target))
+
+
+def check_own_options(record: Backend, options: Mapping[str, Any], others: Sequence[str]) -> None:
+    """Raises as ``load`` does, as far as that can be told without the import of a solver or of jax.
+
+    others: what a misspelt option may have meant beside the backend's own.
+    """
+    check_installed(record)
+    if record.takes:
+        _made(record, _looked_at(record), options, others)
+    elif "numpy" in record.capabilities.libraries:
+        load(record, options, others)
+
+
+def _made(record: Backend, kind: type | None, options: Mapping[str, Any], others: Sequence[str]) -> Any:
+    if "device" not in option_names(kind):
+        _refuse_device(options)
+    return made_options(f"backend {record.name!r}", kind, options, others)
 
 
 def check_installed(record: Backend) -> None:
@@ -215,8 +249,8 @@ def check_usable(name: str) -> None:
         check_installed(find(name))
 
 
-def load(record: Backend, options: dict[str, Any]) -> Loaded:
-    """Import a backend and check its own options.
+def load(record: Backend, options: Mapping[str, Any], others: Sequence[str] = _COMMON) -> Loaded:
+    """Import a backend and check its own options. others: what a misspelt one may have meant beside them.
 
     Raises:
         BackendNotInstalledError: a required package is missing.
@@ -232,8 +266,6 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
     if not callable(getattr(module, "prepare", None)):
         raise BackendBrokenError(f"backend {record.name!r}: module {record.target} has no function prepare(system, options)")
-    if "device" not in option_names(_kind(module)):
-        _refuse_device(options)
-    made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON)
+    made = _made(record, _kind(module), options, others)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
     return Loaded(record, module.prepare, made, per_column)

@@ -35,27 +35,50 @@ REFUSED = {
     "prune M O --ignore re:(": "ignore: 're:(' is not a regular expression",
     "prune M O --dtype bfloat": "dtype 'bfloat' cannot be used; use one of float16, bfloat16, float32, float64",
     "prune M O --mask-option grup=layer": "mask 'wanda' has no option 'grup'; did you mean 'group'?",
-    "prune M O --mask magnitude --mask-option group=row": "group must be one of output, layer, input",
+    "prune M O --mask magnitude --mask-option group=row": "mask 'magnitude': group must be one of output, layer, input",
     "prune M O --mask sparsegpt --mask-option blocksize=64": "did you mean 'block_size'?",
-    "prune M O --mask sparsegpt --mask-option block_size=0": "block_size must be a positive integer",
-    "prune M O --mask alps --mask-option rho=-1": "rho must be positive",
+    "prune M O --mask sparsegpt --mask-option block_size=0": "mask 'sparsegpt': block_size must be a positive integer",
+    "prune M O --mask alps --mask-option rho=-1": "mask 'alps': rho must be positive",
+    "prune M O --mask alps --mask-option rho=Infinity": "mask 'alps': rho must be positive and finite",
     "prune M O --mask thanos --mask-option damping=x": "damping must be a number",
-    "prune M O --mask thanos --mask-option outlier_rows=0.1": "outlier_rows applies to N:M patterns only",
-    "prune M O --mask proxsparse --pattern 2:4 --mask-option epochs=0": "epochs must be at least 1",
+    "prune M O --mask thanos --mask-option outlier_rows=0.1": "mask 'thanos': outlier_rows applies to N:M patterns only",
+    "prune M O --mask proxsparse --pattern 2:4 --mask-option epochs=0": "mask 'proxsparse': epochs must be at least 1",
+    "prune M O --mask proxsparse --pattern 2:4 --mask-option lr=-1": "mask 'proxsparse': lr must be positive and finite, got -1",
+    "prune M O --mask proxsparse --pattern 2:4 --mask-option lr=NaN": "mask 'proxsparse': lr must be positive and finite, got nan",
+    "prune M O --mask proxsparse --pattern 2:4 --mask-option lam=-1": "mask 'proxsparse': lam must be finite and not negative",
     "prune M O --mask given": "mask 'given' needs mask_options=",
-    "prune M O --mask-file M --mask-option orientation=KM": "orientation must be one of NK, KN",
+    "prune M O --mask-file M --mask-option orientation=KM": "mask 'given': orientation must be one of NK, KN",
     "prune M O --refine block --refine-option pases=4": "--refine-option has no option 'pases'",
     "prune M O --refine block --refine-option lr=0": "lr must be a positive number",
     "prune M O --allocation-option lamm=1": "allocation 'loss' has no option 'lamm'",
     "prune M O --allocation loss --allocation-option per=row": "per must be block or layer",
     "prune M O --allocation owl --pattern 2:4": "give a sparsity",
-    "prune M O --preset fast --allocation-option lam=1": "need --allocation owl",
+    "prune M O --preset fast --allocation-option lam=1":
+        "--allocation-option: lam needs --allocation owl or --allocation loss",
+    "prune M O --token-weights inf": "token_weights must be at most 4, got inf",
+    "prune M O --token-weights 1e9": "token_weights must be at most 4, got 1000000000.0",
+    "prune M O --preset best --output-weights inf": "output_weights must be at most 4, got inf",
+    "prune M O --preset best --output-weights 5": "output_weights must be at most 4, got 5.0",
+    "prune M O --damping inf": "damping must be a finite number, got inf",
+    "prune M O --rank-timeout inf": "rank_timeout must be a finite number, got inf",
+    "prune M O --seed 9223372036854775808": "seed must be at most 9223372036854775807, got 9223372036854775808",
+    "prune M O --update none --backend PCG": "did you mean 'pcg'?",
+    "prune M O --update none --tol 5": "tol must lie between 0 and 1, got 5",
+    "prune M O --solve-option lower=-1 --solve-option upper=-2":
+        "--solve-option: lower must not be above upper, got lower=-1 and upper=-2",
+    "prune M O --solve-option rho=0.1": "option 'rho' goes with a named backend, not with 'auto', which chooses by the problem",
+    "prune M O --solve-option time_limt=3": "unknown option 'time_limt'; did you mean 'time_limit'?",
+    "prune M O --backend osqp --solve-option rho=-1": "backend 'osqp' has no option 'rho'. Its options: polishing, workers",
+    "prune M O --backend mpax --solve-option foo=1": "backend 'mpax' has no option 'foo'. Its options: paper, batch, jit",
+    "prune M O --backend osqp --solve-option workers=0": "backend 'osqp': workers must be a positive integer",
+    "prune M O --residual 0.5 --no-order": "residual needs --order: a layer",
+    "prune M O --targets re:": "targets: a pattern is a non-empty string",
     "prune M O --rounding-option method=nearest": "rounding 'sweep' has no option 'method'. Its options: sweeps, refits, repeats",
     "prune M O --solve-option batch_size=0": "batch_size must be a positive integer",
     "prune M O --solve-option dtype=float16": "float32",
     "prune M O --solve-option damping=0.1": "give damping=... itself",
     "prune M O --backend pcg --solve-option rnak=8": "did you mean 'rank'?",
-    "prune M O --backend pcg --solve-option rank=0": "rank must be at least 1",
+    "prune M O --backend pcg --solve-option rank=0": "backend 'pcg': rank must be at least 1",
     "prune M O --quantize int5": "did you mean int8?",
     "prune M O --group-size 64": "group_size is of quantize",
     "prune M O --rounding swep": "did you mean sweep?",
@@ -151,3 +174,26 @@ def test_devices_that_are_refused_beforehand_are_refused_later_too():
     for word in ("auto", "cpu", "cpu:0", None):
         check_device(word, "device")
         choose_device(word)
+
+
+@pytest.mark.parametrize("word", ["rsh", "rhs"])
+@pytest.mark.parametrize("backend", ["auto", "osqp", "pcg"])
+def test_only_what_can_be_given_is_suggested(backend, word):
+    from qprecon.llm.settings.beforehand import check_solver
+
+    with pytest.raises(ValueError, match=f"'{word}'") as refusal:
+        check_solver(backend, 1e-4, {word: 1})
+    assert "did you mean 'rhs'" not in str(refusal.value)
+
+
+def test_a_backends_quick_options_are_its_own():
+    """What is looked at before its module is imported, and what is looked at with it."""
+    import dataclasses
+    import importlib
+
+    from qprecon.contract import registry
+
+    for record in registry.BUILT_IN:
+        if record.installed:
+            own, quick = importlib.import_module(record.target).Options, registry._looked_at(record)
+            assert issubclass(own, quick) and dataclasses.fields(own) == dataclasses.fields(quick), record.name

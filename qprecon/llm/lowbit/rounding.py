@@ -124,8 +124,9 @@ def _as_floats(
         better_K = again_K < square_K[worst]
         square_K[worst] = np.where(better_K, again_K, square_K[worst])
         stored_NK[:, some] = torch.where(torch.as_tensor(better_K, device=some.device), q_NK, stored_NK[:, some])
-    gap_K = (np.sqrt(square_K) + np.sqrt(solution.gap_bound)) ** 2
-    return Stored(stored_NK, None, solution.objective - solution.gap_bound + gap_K, gap_K)
+    with np.errstate(over="ignore", invalid="ignore"):  # beyond all floats with an absurd damping: the certificate says so
+        gap_K = (np.sqrt(square_K) + np.sqrt(solution.gap_bound)) ** 2
+        return Stored(stored_NK, None, solution.objective - solution.gap_bound + gap_K, gap_K)
 
 
 def _apart(prepared: qprecon.PreparedHessian, new_NK: torch.Tensor, old_NK: torch.Tensor) -> np.ndarray:

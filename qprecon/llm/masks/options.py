@@ -53,7 +53,7 @@ class ThanosOptions:
 
     def check_pattern(self, pattern: Pattern) -> None:
         if self.outlier_rows and not pattern.is_nm:
-            raise ValueError("outlier_rows applies to N:M patterns only")
+            raise ValueError("mask 'thanos': outlier_rows applies to N:M patterns only")
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class AlpsOptions:
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
-        if not self.rho > 0:
-            raise ValueError(f"rho must be positive, got {self.rho!r}")
+        if not 0 < self.rho < math.inf:
+            raise ValueError(f"rho must be positive and finite, got {self.rho!r}")
         for name in ("max_iterations", "cg_iterations"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)!r}")
@@ -91,10 +91,14 @@ class ProxSparseOptions:
     warmup: float = 0.1
 
     def __post_init__(self) -> None:
+        if self.lam is not None and not 0 <= self.lam < math.inf:
+            raise ValueError(f"lam must be finite and not negative, got {self.lam!r}")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite, got {self.lr!r}")
         if self.epochs < 1:
-            raise ValueError(f"proxsparse: epochs must be at least 1, got {self.epochs!r}")
+            raise ValueError(f"epochs must be at least 1, got {self.epochs!r}")
         if not 0 <= self.warmup <= 1:
-            raise ValueError(f"proxsparse: warmup must be between 0 and 1, got {self.warmup!r}")
+            raise ValueError(f"warmup must be between 0 and 1, got {self.warmup!r}")
 
 
 @dataclass(frozen=True)

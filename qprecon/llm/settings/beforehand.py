@@ -74,6 +74,10 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.update == "optimal":
         registry.check_usable(recipe.backend)
         check_solver(recipe.backend, recipe.tol, recipe.solve_options)
+    else:  # without effect, but wrong all the same
+        Request(tol=recipe.tol)
+        if recipe.backend != "auto":
+            registry.find(recipe.backend)
 
 
 def _check_mask(recipe: Recipe) -> None:
@@ -106,12 +110,17 @@ def check_solver(backend: str, tol: float, options: Mapping[str, Any]) -> None:
         bound = options.get(name)
         if bound is not None and not (is_number(bound) and bound == bound):
             raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
+    lower, upper = (options.get(name) for name in _BOUNDS)
+    if lower is not None and upper is not None and lower > upper:
+        raise ValueError(f"solve_options: lower must not be above upper, got lower={lower!r} and upper={upper!r}")
     own = {name: value for name, value in options.items() if name not in (*_OF_SOLVE, *_BOUNDS)}
+    if backend == "auto":
+        registry.refuse_options_of_auto(own, (*_OF_SOLVE, *_BOUNDS))
     Request(backend, tol, **{name: options[name] for name in _OF_SOLVE if name in options}, backend_options=own)
     if options.get("dtype") is not None:
         checked_dtype(options["dtype"])
-    if backend != "auto" and "numpy" in registry.find(backend).capabilities.libraries:
-        registry.load(registry.find(backend), own)
+    if backend != "auto":
+        registry.check_own_options(registry.find(backend), own, (*_OF_SOLVE, *_BOUNDS))
 
 
 def check_makes(selector: Selector, asked: Iterable[Pattern]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qprecon.contract.options import check_values
+from qprecon.contract.options import check_values, is_number
 from qprecon.wording import did_you_mean
 
 
@@ -23,8 +23,8 @@ class Option:
 
     help: one sentence, for the command line, Python and the documentation alike. group: the heading it stands under.
     flag: of the command, made from the name unless given. aliases: words of other tools for it. choices: all values, where they
-    are few. least: the smallest value. words: what may stand in a number's place. default: how the default reads where it is not
-    the field's own. repeated: its flag has one value and is given once for each.
+    are few. least, most: the smallest and the largest value. words: what may stand in a number's place. default: how the default
+    reads where it is not the field's own. repeated: its flag has one value and is given once for each.
     """
 
     help: str
@@ -34,6 +34,7 @@ class Option:
     flag: str = ""
     metavar: str | None = None
     least: float = -math.inf
+    most: float = math.inf
     words: tuple[str, ...] = ()
     default: str = ""
     repeated: bool = False
@@ -69,8 +70,8 @@ def flag_of(name: str, known: Option) -> str:
 
 
 def check_options(values: Any, kind: type, what: str = "recipe") -> None:
-    """ValueError for a value of the dataclass `kind` (called `what`) that has the wrong type, is not among the choices, or is too
-    small."""
+    """ValueError for a value of the dataclass `kind` (called `what`) that has the wrong type, is not among the choices, or is no
+    finite number within its limits."""
     for each, known in options(kind):
         value = getattr(values, each.name)
         if value != each.default:
@@ -79,10 +80,27 @@ def check_options(values: Any, kind: type, what: str = "recipe") -> None:
             check_choice(each.name, value, known.choices)
         if known.words and isinstance(value, str) and value not in known.words:
             raise ValueError(f"{each.name} must be a number or {' or '.join(known.words)}, got {value!r}")
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{each.name} must be a number, got nan")
-        if isinstance(value, int | float) and not value >= known.least:
-            raise ValueError(f"{each.name} must be at least {known.least:g}, got {value!r}")
+        if is_number(value):
+            _check_number(each.name, value, known)
+
+
+def _check_number(name: str, value: Any, known: Option) -> None:
+    if value != value:
+        raise ValueError(f"{name} must be a number, got nan")
+    if value < known.least:
+        raise ValueError(f"{name} must be at least {_short(known.least)}, got {value!r}")
+    if known.most < math.inf and value > known.most:
+        raise ValueError(f"{name} must be at most {_short(known.most)}, got {value!r}")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        finite = False
+    if not finite:
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
+def _short(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

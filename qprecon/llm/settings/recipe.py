@@ -29,6 +29,7 @@ QUANTIZE = ("none", "int8", "int4", "int3", "int2", "fp8", "nvfp4", "mxfp4")
 
 AMOUNT, WEIGHTS, CALIBRATION, LAYERS, RUN = "how much, and which weights", "kept weights", "calibration", "layers", "the run"
 BITS = "bits"
+LARGEST_POWER = 4  # a token's share of 2**30 tokens, to this power, is a float32; published methods take 1
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,12 @@ class Recipe:
     token_weights: float = option(
         None,
         "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
-        CALIBRATION, least=0, metavar="POWER", default="0.5; 0 with fast",
+        CALIBRATION, least=0, most=LARGEST_POWER, metavar="POWER", default="0.5; 0 with fast",
     )  # fmt: skip
     output_weights: float = option(
         None,
         "weigh a layer's outputs likewise where a mask compares them (alps, sparsegpt), to this power; 0 counts all alike",
-        CALIBRATION, least=0, metavar="POWER", default="0.5; 0 with fast",
+        CALIBRATION, least=0, most=LARGEST_POWER, metavar="POWER", default="0.5; 0 with fast",
     )  # fmt: skip
     refine: str = option(
         None,
@@ -154,7 +155,7 @@ class Recipe:
     )  # fmt: skip
     nsamples: int = option(128, "calibration windows that are drawn from a text", CALIBRATION, least=1)
     seqlen: int = option(2048, "tokens a window, whatever the model's maximum", CALIBRATION, least=2)
-    seed: int = option(0, "of the choice of windows", CALIBRATION)
+    seed: int = option(0, "of the choice of windows", CALIBRATION, least=-(2**63), most=2**63 - 1)
     fixed_order: bool = option(
         False,
         "sum windows and solve columns in portions that depend on shapes alone: any number of ranks (see docs/llm/scaling.md) "
@@ -258,7 +259,9 @@ class Recipe:
         idle = ["backend", "tol", "solve_options"] if self.update != "optimal" else []
         idle += ["damping"] if idle and not self.drift and not self.residual else []
         plain = ["rounding", "rounding_options"] if self.quantize == "none" else []
-        reasons = (idle, f"with update={self.update!r}, which solves nothing"), (plain, "without quantize")
+        untrained = ["refine_options"] if self.refine == "none" else []
+        reasons = [(idle, f"with update={self.update!r}, which solves nothing")]
+        reasons += [(plain, "without quantize"), (untrained, "without refine")]
         stated = self.stated()
         found = [([name for name in stated if name in names and stated[name] != {}], reason) for names, reason in reasons]
         return [f"{', '.join(given)}: no effect {reason}" for given, reason in found if given]

@@ -38,7 +38,7 @@ def as_patterns(patterns: str | Iterable[str] | None, what: str) -> tuple[str, .
         raise TypeError(f"{what}: names of layers, as text or a list of texts, got {patterns!r}")
     patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in patterns:
-        if not isinstance(pattern, str) or not pattern:
+        if not isinstance(pattern, str) or not pattern.removeprefix("re:"):
             raise TypeError(f"{what}: a pattern is a non-empty string, got {pattern!r}")
         try:
             re.compile(pattern[3:] if pattern.startswith("re:") else "")
@@ -59,6 +59,12 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], what: str) -> 
     """ValueError, naming the pattern, where one of `patterns`, which `as_patterns` has looked at, matches none of `names`."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
+            if pattern.startswith("re:"):
+                example = f", and a name looks like {names[0]!r}" if names else ""
+                raise ValueError(
+                    f"{what}: {pattern!r} matches no layer; a regular expression begins at the start of the full name{example}: "
+                    "'re:.*' before it finds it anywhere"
+                )
             words = sorted({word for name in names for word in (name, *name.split("."))})
             hint = did_you_mean(pattern, words, f"; a name looks like {names[0]!r}" if names else "")
             raise ValueError(f"{what}: {pattern!r} matches no layer{hint}")

@@ -115,6 +115,8 @@ def test_tied_linears_stay_dense():
     [
         (dict(targets=["q_prj"]), ValueError, r"targets: 'q_prj' matches no layer; did you mean 'q_proj'\?"),
         (dict(ignore=["lm_haed"]), ValueError, "ignore: 'lm_haed' matches no layer"),
+        (dict(targets="re:q_proj"), ValueError, "targets: 're:q_proj' matches no layer; a regular expression begins at the start"),
+        (dict(targets="re:"), TypeError, "targets: a pattern is a non-empty string, got 're:'"),
         (dict(targets="re:(("), ValueError, r"targets: 're:\(\(' is not a regular expression"),
         (dict(pattern={"qq": 0.5}), ValueError, "pattern: 'qq' matches no layer"),
         (dict(ignore="model"), ValueError, "leave no layer"),
@@ -143,7 +145,7 @@ def test_tied_linears_stay_dense():
         (dict(pattern="0:4"), ValueError, "pattern '0:4' would leave no weight.*keeps N of every M"),
         (dict(pattern={"q_proj": 0.5, "mlp": "0:8"}), ValueError, "pattern '0:8' would leave no weight"),
         (dict(allocation="olw"), ValueError, "allocation must be one of uniform, owl, loss.*'olw'.*'owl'"),
-        (dict(allocation_options={"lam": 0.1}, preset="fast"), ValueError, r"allocation_options \(lam\) need allocation='owl'"),
+        (dict(allocation_options={"lam": 0.1}, preset="fast"), ValueError, "allocation_options: lam needs allocation='owl' or "),
         (dict(allocation="owl", allocation_options={"lamda": 1}), ValueError, "no option 'lamda'.*lam, threshold"),
         (dict(allocation="owl", allocation_options={"lam": -1}), ValueError, "OWL's lam must be a number and not negative, got -1"),
         (dict(allocation="owl", allocation_options={"threshold": "5"}), ValueError, "OWL's threshold must be a number"),

@@ -87,6 +87,7 @@ def test_what_is_asked_of_the_layers(recipe, asked, stated):
         (dict(seqlen=1), ("seqlen", "at least 2")),
         (dict(damping=-0.1), ("damping", "at least 0")),
         (dict(damping=float("nan")), ("damping", "nan")),
+        (dict(damping=10**400), ("damping must be a finite number",)),
         (dict(update="optmal"), ("update", "'optmal'", "did you mean 'optimal'?")),
         (dict(update="adam"), ("update", "backend='adam'")),
         (dict(propagate="sparse"), ("propagate", "pruned, dense")),
@@ -385,6 +386,9 @@ def test_mask_file_goes_with_mask_given():
     ({"rounding": "gptq"}, ["rounding: no effect without quantize"]),
     ({"rounding_options": {"refits": 7}, "mask": "wanda"}, ["rounding_options: no effect without quantize"]),
     ({"rounding": "gptq", "quantize": "int4"}, []),
+    ({"refine_options": {"passes": 4}}, ["refine_options: no effect without refine"]),
+    ({"refine": "block", "refine_options": {"passes": 4}}, []),
+    ({"update": "none", "solve_options": {"foo": 1}}, ["solve_options: no effect with update='none', which solves nothing"]),
     ({"update": "none", "tol": 1e-6, "rounding": "nearest"}, [
         "tol: no effect with update='none', which solves nothing", "rounding: no effect without quantize",
     ]),

@@ -67,7 +67,9 @@ def allocation_asked(recipe: Recipe) -> Owl | ByLoss | None:
     name, options = recipe.allocation, recipe.allocation_options
     if name == "uniform":
         if options:
-            raise ValueError(f"allocation_options ({', '.join(options)}) need allocation={' or '.join(map(repr, RULES))}")
+            needs = "needs" if len(options) == 1 else "need"
+            rules = " or ".join(f"allocation={rule!r}" for rule in RULES)
+            raise ValueError(f"allocation_options: {' and '.join(options)} {needs} {rules}")
         return None
     if recipe.mask == "given":
         raise ValueError(f"allocation {name!r}: given masks (mask_file) are taken as they are, so it would have no effect")
