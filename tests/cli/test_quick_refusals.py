@@ -66,6 +66,7 @@ REFUSED = {
     "prune M O --update none --tol 5": "tol must lie between 0 and 1, got 5",
     "prune M O --solve-option lower=-1 --solve-option upper=-2":
         "--solve-option: lower must not be above upper, got lower=-1 and upper=-2",
+    "prune M O --solve-option lower=Infinity": "--solve-option: lower is inf, which no weight can satisfy",
     "prune M O --solve-option rho=0.1": "option 'rho' goes with a named backend, not with 'auto', which chooses by the problem",
     "prune M O --solve-option time_limt=3": "unknown option 'time_limt'; did you mean 'time_limit'?",
     "prune M O --backend osqp --solve-option rho=-1": "backend 'osqp' has no option 'rho'. Its options: polishing, workers",

@@ -5,6 +5,7 @@ What is looked at here is looked at again where it is used: `prune_model`, `reco
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -110,6 +111,8 @@ def check_solver(backend: str, tol: float, options: Mapping[str, Any]) -> None:
         bound = options.get(name)
         if bound is not None and not (is_number(bound) and bound == bound):
             raise ValueError(f"solve_options: {name} must be one number, for the weights of all layers, got {bound!r}")
+        if bound == (math.inf if name == "lower" else -math.inf):
+            raise ValueError(f"solve_options: {name} is {bound}, which no weight can satisfy")
     lower, upper = (options.get(name) for name in _BOUNDS)
     if lower is not None and upper is not None and lower > upper:
         raise ValueError(f"solve_options: lower must not be above upper, got lower={lower!r} and upper={upper!r}")

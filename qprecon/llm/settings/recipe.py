@@ -109,12 +109,12 @@ class Recipe:
     )  # fmt: skip
     token_weights: float = option(
         None,
-        "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power; 0 counts all alike",
+        "weigh calibration tokens by the loss's squared gradient at a layer's outputs, to this power, 0 (all alike) to 4",
         CALIBRATION, least=0, most=LARGEST_POWER, metavar="POWER", default="0.5; 0 with fast",
     )  # fmt: skip
     output_weights: float = option(
         None,
-        "weigh a layer's outputs likewise where a mask compares them (alps, sparsegpt), to this power; 0 counts all alike",
+        "weigh a layer's outputs likewise where a mask compares them (alps, sparsegpt), to this power, 0 (all alike) to 4",
         CALIBRATION, least=0, most=LARGEST_POWER, metavar="POWER", default="0.5; 0 with fast",
     )  # fmt: skip
     refine: str = option(

@@ -60,11 +60,11 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], what: str) -> 
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             if pattern.startswith("re:"):
-                example = f", and a name looks like {names[0]!r}" if names else ""
-                raise ValueError(
-                    f"{what}: {pattern!r} matches no layer; a regular expression begins at the start of the full name{example}: "
-                    "'re:.*' before it finds it anywhere"
-                )
+                example = f", for instance {names[0]!r}" if names else ""
+                anywhere = f"re:.*{pattern[3:]}"
+                hint = f"; did you mean {anywhere!r}?" if any(matches(anywhere, name) for name in names) else ""
+                start = f"a regular expression begins at the start of the full name{example}"
+                raise ValueError(f"{what}: {pattern!r} matches no layer: {start}{hint}")
             words = sorted({word for name in names for word in (name, *name.split("."))})
             hint = did_you_mean(pattern, words, f"; a name looks like {names[0]!r}" if names else "")
             raise ValueError(f"{what}: {pattern!r} matches no layer{hint}")

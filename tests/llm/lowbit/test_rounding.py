@@ -74,3 +74,10 @@ def test_nearest_and_bounds_keep_nearest_values(monkeypatch):
     monkeypatch.setattr(rounding, "descend", lambda *_, **__: pytest.fail("not to be used"))
     for settings in ({"rounding": "nearest"}, {"solve_options": {"lower": -0.5}}):
         prune_model(build("llama").to(torch.bfloat16), tokens(6), progress=False, **settings)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_an_absurd_damping_is_told_by_the_certificate_not_by_numpy():
+    """Costs near the end of float64, whose bounds are beyond it."""
+    report = prune_model(build("llama").to(torch.bfloat16), tokens(6), damping=1e300, preset="fast", progress=False)
+    assert max(row.stored_gap for row in report.layers) == np.inf

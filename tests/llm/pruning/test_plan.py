@@ -115,7 +115,7 @@ def test_tied_linears_stay_dense():
     [
         (dict(targets=["q_prj"]), ValueError, r"targets: 'q_prj' matches no layer; did you mean 'q_proj'\?"),
         (dict(ignore=["lm_haed"]), ValueError, "ignore: 'lm_haed' matches no layer"),
-        (dict(targets="re:q_proj"), ValueError, "targets: 're:q_proj' matches no layer; a regular expression begins at the start"),
+        (dict(targets="re:q_proj"), ValueError, "begins at the start of the full name.*did you mean 're:.\\*q_proj'"),
         (dict(targets="re:"), TypeError, "targets: a pattern is a non-empty string, got 're:'"),
         (dict(targets="re:(("), ValueError, r"targets: 're:\(\(' is not a regular expression"),
         (dict(pattern={"qq": 0.5}), ValueError, "pattern: 'qq' matches no layer"),
