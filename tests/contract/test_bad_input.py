@@ -108,7 +108,7 @@ BAD = [
     ("number for a word", {"backend": "pcg", "precision": 16}, ValueError, r"precision must be text, got 16"),
     ("a rate in words", {"backend": "adam", "learning_rates": [0.1, "x"]}, ValueError, r"learning_rates must be a list of numbers"),
     ("truth as a number", {"backend": "admm", "rho": True}, ValueError, r"rho must be a number, got True"),
-    ("bad option", {"backend": "pcg", "preconditioner": "ilu"}, ValueError, r"^preconditioner must be"),
+    ("bad option", {"backend": "pcg", "preconditioner": "ilu"}, ValueError, r"^backend 'pcg': preconditioner must be"),
     ("bounds for pcg", {"backend": "pcg", "lower": 0.0}, qprecon.UnsupportedError, r"'pcg' cannot do .*these can: .*osqp"),
 ]
 

@@ -133,7 +133,7 @@ def test_learning_is_reproducible_and_restores_after_an_error():
     model, batches = Toy(), token_batches(10)
     assert torch.equal(learn_masks(model, batches)["body"], learn_masks(model, batches, epochs=1)["body"])
     for name, value in (("epochs", 0), ("warmup", 2.0), ("warmup", -0.1)):
-        with pytest.raises(ValueError, match=f"proxsparse: {name} must be"):
+        with pytest.raises(ValueError, match=f"mask 'proxsparse': {name} must be"):
             learn_masks(model, batches, **{name: value})
     weights = model.body.weight.detach().clone()
     for progress, lr, error in ((lambda *args: 1 / 0, 1e-2, ZeroDivisionError), (None, float("nan"), ValueError)):
