@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError, raised_by_signal
+from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError, reraise_from_signal
 from ..wording import did_you_mean
 from . import plugins
 from .interface import Backend, Capabilities, SolveChunk, System
-from .options import made_options, option_names
+from .options import check_kind, made_options, option_names
 
 ENTRY_POINT_GROUP = "qprecon.backends"
 
@@ -210,9 +210,12 @@ def check_installed(record: Backend) -> None:
 
 
 def check_usable(name: str) -> None:
-    """Raises as ``find`` and ``check_installed`` do, for a name other than "auto"; nothing is imported."""
+    """Raises as ``find`` and ``check_installed`` do, for a name other than "auto", and BackendBrokenError where a backend has no
+    module; nothing is imported."""
     if name != "auto":
-        check_installed(find(name))
+        record = find(name)
+        check_installed(record)
+        plugins.check_module(f"backend {name!r}", record.target, BackendBrokenError)
 
 
 def load(record: Backend, options: dict[str, Any]) -> Loaded:
@@ -227,13 +230,13 @@ def load(record: Backend, options: dict[str, Any]) -> Loaded:
     try:
         module = importlib.import_module(record.target)
     except Exception as error:
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
     if not callable(getattr(module, "prepare", None)):
         raise BackendBrokenError(f"backend {record.name!r}: module {record.target} has no function prepare(system, options)")
+    check_kind(f"backend {record.name!r}", _kind(module), BackendBrokenError)
     if "device" not in option_names(_kind(module)):
         _refuse_device(options)
-    made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON)
+    made = made_options(f"backend {record.name!r}", _kind(module), options, _COMMON, BackendBrokenError)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
     return Loaded(record, module.prepare, made, per_column)
