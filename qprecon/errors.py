@@ -110,11 +110,12 @@ def _handles(frame: FrameType) -> bool:
 
     A traceback may lack the interrupted frame, as jax removes its own. `inspect.getframeinfo(frame, context)` has another order.
     """
-    code, local = frame.f_code, frame.f_locals
+    code, local, interrupted = frame.f_code, frame.f_locals, frame.f_back
     given = [local.get(name) for name in code.co_varnames[: code.co_argcount]]
     if code.co_flags & inspect.CO_VARARGS:
-        given += local.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
-    return any(
-        isinstance(number, int) and not isinstance(number, bool) and place is not None and place is frame.f_back
+        rest = local.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        given += rest if isinstance(rest, tuple) else ()  # any function may give the name another value
+    return interrupted is not None and any(
+        place is interrupted and isinstance(number, int) and not isinstance(number, bool)
         for number, place in itertools.pairwise(given)
     )

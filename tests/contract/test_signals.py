@@ -241,6 +241,13 @@ def test_only_a_handler_of_signals_is_one() -> None:
         with pytest.raises(PluginBrokenError) as caught, plugins.guarded("it", {}):
             fail(*given)
         assert from_signal(caught.value.__cause__) is None
+
+    def forget(*given: Any) -> None:
+        given = None  # type: ignore[assignment]
+        raise TooLate
+
+    with pytest.raises(PluginBrokenError), plugins.guarded("it", {}):
+        forget()
     with pytest.raises(TooLate) as caught, plugins.guarded("it", {}):
         fail(signal.SIGALRM, sys._getframe())
     assert from_signal(caught.value) is caught.value
