@@ -114,7 +114,7 @@ def _handles(frame: FrameType) -> bool:
     given = [local.get(name) for name in code.co_varnames[: code.co_argcount]]
     if code.co_flags & inspect.CO_VARARGS:
         rest = local.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
-        given += rest if isinstance(rest, tuple) else ()  # any function may give the name another value
+        given += rest if isinstance(rest, tuple) else ()  # any function may have deleted it, or given the name another value
     return interrupted is not None and any(
         place is interrupted and isinstance(number, int) and not isinstance(number, bool)
         for number, place in itertools.pairwise(given)

@@ -243,7 +243,7 @@ def test_only_a_handler_of_signals_is_one() -> None:
         assert from_signal(caught.value.__cause__) is None
 
     def forget(*given: Any) -> None:
-        given = None  # type: ignore[assignment]
+        del given
         raise TooLate
 
     with pytest.raises(PluginBrokenError), plugins.guarded("it", {}):
