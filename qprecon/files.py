@@ -71,18 +71,15 @@ def reading(path: str | Path, kind: Kind, *also: type[Exception]) -> Iterator[No
         yield
     except BadFileError:
         raise
-    except OSError as error:
-        reraise_from_signal(error)  # as TimeoutError
-        named = path if error.filename is None or isinstance(error.filename, int) else error.filename
-        if os.path.abspath(os.fspath(named)) != os.path.abspath(os.fspath(path)):
-            raise
-        raise _failed(path, kind, error) from error
     except Exception as error:
         reraise_from_signal(error)
-        known = isinstance(error, (*_FAULTS, *also)) or type(error).__module__.split(".")[0] in _PACKAGES
-        if not known:
-            raise
-        raise BadFileError(f"{path} {_fault(path, kind, error)}") from error
+        if isinstance(error, OSError):
+            named = path if error.filename is None or isinstance(error.filename, int) else error.filename
+            if os.path.abspath(os.fspath(named)) == os.path.abspath(os.fspath(path)):
+                raise _failed(path, kind, error) from error
+        elif isinstance(error, (*_FAULTS, *also)) or type(error).__module__.split(".")[0] in _PACKAGES:
+            raise BadFileError(f"{path} {_fault(path, kind, error)}") from error
+        raise
 
 
 @contextmanager
