@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from types import FrameType
 
 
@@ -53,21 +54,68 @@ def one_line(error: BaseException, most: int = 300) -> str:
     return (words[: most - 1] + "…" if len(words) > most else words) or type(error).__name__
 
 
-def raised_by_signal(error: BaseException) -> bool:
-    """Whether a handler of signals raised it, such as that of a caller's alarm. It is the caller's own, wherever it came up, and
-    passes through unchanged.
+def reraise_from_signal(error: BaseException) -> None:
+    """Raise what a handler of signals raised, such as that of a caller's alarm, if `error` is that or was raised because of it.
 
-    A handler is told by its arguments: a number, and the very frame that it interrupted.
+    It is the caller's own, wherever it came up, and passes through unchanged. To be called where `error` is caught, before it is
+    put in other words.
     """
-    interrupted, trace = None, error.__traceback__
+    own = from_signal(error)
+    if own is not None:
+        context = own.__context__
+        try:
+            raise own
+        finally:
+            own.__context__ = context  # and not the library's error, which came after it
+
+
+def from_signal(error: BaseException) -> BaseException | None:
+    """What a handler of signals raised: `error`, or what `error` was raised from or in the handling of, which is how a library that
+    puts it in words of its own leaves it. None where no handler had a part in it.
+
+    As in what Python prints, `raise … from None` ends the search. So does an exception that was caught before the code ran that
+    `error` is of: a caller may call again while it handles an alarm.
+    """
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        if any(_handles(frame) for frame in _frames(found)):
+            return found
+        seen.add(id(found))
+        before = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        found = before if before is not None and _caught_inside(before, found) else None
+    return None
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    trace, frames = error.__traceback__, []
     while trace is not None:
-        if interrupted is not None and _handles(trace.tb_frame, interrupted):
-            return True
-        interrupted, trace = trace.tb_frame, trace.tb_next
-    return False
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames
 
 
-def _handles(frame: FrameType, interrupted: FrameType) -> bool:
-    names, rest, _, local = inspect.getargvalues(frame)
-    given = [*(local.get(name) for name in names), *(local.get(rest, ()) if rest else ())]
-    return any(value is interrupted for value in given) and any(isinstance(value, int) for value in given)
+def _caught_inside(before: BaseException, error: BaseException) -> bool:
+    """Whether the frame that caught `before`, the first of its traceback, or one that called that, is among those that `error` has
+    come through so far. A library may have removed the frame itself from the traceback."""
+    through = {id(frame) for frame in _frames(error)}
+    frame = before.__traceback__.tb_frame if before.__traceback__ is not None else None
+    while frame is not None and id(frame) not in through:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _handles(frame: FrameType) -> bool:
+    """Whether Python called it as a handler of signals: with a number and the frame that it interrupted, the one before it.
+
+    A traceback may lack the interrupted frame, as jax removes its own. `inspect.getframeinfo(frame, context)` has another order.
+    """
+    code, local, interrupted = frame.f_code, frame.f_locals, frame.f_back
+    given = [local.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & inspect.CO_VARARGS:
+        rest = local.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        given += rest if isinstance(rest, tuple) else ()  # any function may have deleted it, or given the name another value
+    return interrupted is not None and any(
+        place is interrupted and isinstance(number, int) and not isinstance(number, bool)
+        for number, place in itertools.pairwise(given)
+    )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from qprecon import sniff
-from qprecon.errors import BadFileError, one_line, raised_by_signal
+from qprecon.errors import BadFileError, one_line, reraise_from_signal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,16 +71,15 @@ def reading(path: str | Path, kind: Kind, *also: type[Exception]) -> Iterator[No
         yield
     except BadFileError:
         raise
-    except OSError as error:
-        named = path if error.filename is None or isinstance(error.filename, int) else error.filename
-        if os.path.abspath(os.fspath(named)) != os.path.abspath(os.fspath(path)) or raised_by_signal(error):  # as TimeoutError
-            raise
-        raise _failed(path, kind, error) from error
     except Exception as error:
-        known = isinstance(error, (*_FAULTS, *also)) or type(error).__module__.split(".")[0] in _PACKAGES
-        if not known or raised_by_signal(error):
-            raise
-        raise BadFileError(f"{path} {_fault(path, kind, error)}") from error
+        reraise_from_signal(error)
+        if isinstance(error, OSError):
+            named = path if error.filename is None or isinstance(error.filename, int) else error.filename
+            if os.path.abspath(os.fspath(named)) == os.path.abspath(os.fspath(path)):
+                raise _failed(path, kind, error) from error
+        elif isinstance(error, (*_FAULTS, *also)) or type(error).__module__.split(".")[0] in _PACKAGES:
+            raise BadFileError(f"{path} {_fault(path, kind, error)}") from error
+        raise
 
 
 @contextmanager
@@ -92,8 +91,9 @@ def writing(path: str | Path, *also: type[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        reraise_from_signal(error)
         theirs = type(error).__module__.split(".")[0] in _PACKAGES or _NO_ROOM.search(str(error))
-        if not (isinstance(error, (OSError, *also)) or theirs) or raised_by_signal(error):
+        if not (isinstance(error, (OSError, *also)) or theirs):
             raise
         raise OSError(f"cannot write {path} ({_system_reason(error) or one_line(error)})") from error
 

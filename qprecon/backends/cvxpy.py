@@ -16,6 +16,7 @@ import cvxpy as cp
 import numpy as np
 
 from ..contract.interface import Chunk, RawColumns, SolveChunk, System
+from ..errors import reraise_from_signal
 from ._shared.options import CvxpyOptions
 
 _PREFERRED = ("CLARABEL", "PIQP", "PROXQP", "OSQP", "HIGHS", "SCS")
@@ -162,6 +163,7 @@ def _solved(problem: cp.Problem, variable: cp.Variable, settings: dict[str, Any]
             warnings.filterwarnings("ignore", message="Solution may be inaccurate")  # the audit says how inaccurate
             problem.solve(warm_start=False, **settings)
     except (cp.SolverError, ValueError) as error:  # solvers' own interfaces refuse what they cannot do with a ValueError
+        reraise_from_signal(error)
         return None, f"solver error: {str(error)[:80]}", 0
     word = _WORDS.get(problem.status, problem.status)
     iterations = problem.solver_stats.num_iters if problem.solver_stats is not None else 0

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays.interop import Array, is_sparse, kind_of, to_numpy
 from ..arrays.memory import out_of_memory
-from ..errors import BackendBrokenError, raised_by_signal
+from ..errors import BackendBrokenError, reraise_from_signal
 from ..wording import counted
 from .interface import Chunk, RawColumns, SolveChunk, System
 from .options import is_number
@@ -50,7 +50,8 @@ class Checked:
         except BackendBrokenError:  # of one that is called through another
             raise
         except Exception as error:
-            if _not_its_fault(error) or (self.ours and isinstance(error, ValueError)):
+            reraise_from_signal(error)
+            if out_of_memory(error) or (self.ours and isinstance(error, ValueError)):
                 raise
             raise BackendBrokenError(f"backend {self.name!r} failed: {error!r}") from error
         return checked_answer(self.name, raw, shape)
@@ -65,7 +66,8 @@ class Checked:
         except BackendBrokenError:
             raise
         except Exception as error:
-            if _not_its_fault(error):
+            reraise_from_signal(error)
+            if out_of_memory(error):
                 raise
             raise BackendBrokenError(f"backend {self.name!r} failed in fresh(): {error!r}") from error
 
@@ -77,11 +79,13 @@ def prepared_by(
     try:
         made = prepare(system, options)
     except ValueError as error:
-        if ours or raised_by_signal(error):
+        reraise_from_signal(error)
+        if ours:
             raise
         raise ValueError(f"backend {name!r} refuses this H: {error}") from error
     except Exception as error:
-        if _not_its_fault(error):
+        reraise_from_signal(error)
+        if out_of_memory(error):
             raise
         raise BackendBrokenError(f"backend {name!r} failed to set up: {error!r}") from error
     return Checked(name, made, ours)
@@ -106,16 +110,11 @@ def checked_bytes(name: str, bytes_per_column: Callable[[int, int, Any], float],
     try:
         per_column = bytes_per_column(*arguments)
     except Exception as error:
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         raise BackendBrokenError(f"backend {name!r} failed in bytes_per_column: {error!r}") from error
     if not is_number(per_column) or not 0 <= per_column < math.inf:
         _broken(name, f"bytes_per_column returned {per_column!r}, not a number of bytes")
     return float(per_column)
-
-
-def _not_its_fault(error: Exception) -> bool:
-    return out_of_memory(error) or raised_by_signal(error)
 
 
 def _check_weights(name: str, weights_NK: Array, shape: tuple[int, ...]) -> None:

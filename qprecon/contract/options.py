@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.memory import out_of_memory
+from ..errors import PluginBrokenError, reraise_from_signal
 from ..wording import did_you_mean
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
@@ -32,7 +34,8 @@ def check_values(owner: str, values: Mapping[str, Any], declared_in: Any) -> Non
         return
     try:
         kinds = _kinds(declared_in)
-    except NameError:  # a third party's, of names that only its type checker imports
+    except Exception as error:  # a third party's, of names that only its type checker imports
+        reraise_from_signal(error)
         return
     for name, value in values.items():
         if name in kinds and not _fits(value, kinds[name]):
@@ -44,12 +47,17 @@ def _kinds(declared_in: Any) -> dict[str, Any]:
     return typing.get_type_hints(declared_in)
 
 
-def made_options(owner: str, kind: type | None, values: Mapping[str, Any], others: Sequence[str] = ()) -> Any:
+def made_options(
+    owner: str, kind: type | None, values: Mapping[str, Any], others: Sequence[str] = (),
+    broken: type[PluginBrokenError] = PluginBrokenError,
+) -> Any:  # fmt: skip
     """`kind(**values)`, the options dataclass of a backend or mask; None where it has none.
 
     ValueError, naming `owner`: an unknown name, with the nearest of its own and of `others`, which a misspelt one may have meant; a
-    value of another type; and a value that `kind` itself refuses.
+    value of another type; one that it needs and that is not among them; and a value that `kind` itself refuses.
+    `broken`, a PluginBrokenError: a third party's `kind` is no dataclass, or fails in another way.
     """
+    check_kind(owner, kind, broken)
     fields = option_names(kind)
     for name in values:
         if name not in fields:
@@ -58,12 +66,27 @@ def made_options(owner: str, kind: type | None, values: Mapping[str, Any], other
     check_values(owner, values, kind)
     if kind is None:
         return None
+    if missing := [field.name for field in dataclasses.fields(kind) if _is_needed(field) and field.name not in values]:
+        raise ValueError(f"{owner} needs its option {missing[0]!r}")
     try:
         return kind(**values)
-    except ValueError as error:
-        if type(error) is not ValueError or str(error).startswith(owner):
+    except Exception as error:
+        reraise_from_signal(error)
+        if type(error) is ValueError and not str(error).startswith(owner):
+            raise ValueError(f"{owner}: {error}") from error
+        if isinstance(error, ValueError | OSError | ImportError | PluginBrokenError) or out_of_memory(error):
             raise
-        raise ValueError(f"{owner}: {error}") from error
+        raise broken(f"{owner}: its options cannot be made: {error!r}") from error
+
+
+def check_kind(owner: str, kind: Any, broken: type[PluginBrokenError] = PluginBrokenError) -> None:
+    """`broken`, naming `owner`, where what should be the dataclass of its options is something else."""
+    if kind is not None and not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise broken(f"{owner}: its options should be a dataclass, not {kind!r}")
+
+
+def _is_needed(field: dataclasses.Field) -> bool:
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def option_names(kind: type | None) -> list[str]:

@@ -7,6 +7,7 @@ An error while it runs names the plugin (`guarded`) and the place (`working_on`)
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import TypeVar
 from ..arrays.checksum import bits_by_line
 from ..arrays.interop import Array
 from ..arrays.memory import out_of_memory
-from ..errors import PluginBrokenError, raised_by_signal
+from ..errors import PluginBrokenError, reraise_from_signal
 
 Record = TypeVar("Record")
 
@@ -61,6 +62,23 @@ def source_identity(target: str) -> str:
     return sha256(path.read_bytes()).hexdigest() if path is not None and path.is_file() else ""
 
 
+def check_module(what: str, target: str, broken: type[PluginBrokenError] = PluginBrokenError) -> None:
+    """`broken` where a record's module is not there, as far as that can be told without an import: a package may import torch."""
+    parts = target.split(".")
+    for count in range(1, len(parts) + 1):
+        name, package = ".".join(parts[:count]), ".".join(parts[: count - 1])
+        if name in sys.modules:
+            continue
+        if package and package not in sys.modules:  # to look into it would import it
+            return
+        try:
+            there = find_spec(name) is not None
+        except (ImportError, ValueError):  # what should hold it is no package; the name is none
+            there = False
+        if not there:
+            raise broken(f"{what} is installed, but there is no module {name!r}, which its record names")
+
+
 def load_record(
     entry: importlib.metadata.EntryPoint, kind: type[Record], what: str, broken: type[PluginBrokenError] = PluginBrokenError
 ) -> Record:
@@ -69,8 +87,7 @@ def load_record(
     try:
         record = entry.load()
     except Exception as error:
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         raise broken(f"{what} {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     if not isinstance(record, kind) or getattr(record, "name", None) != entry.name:
         raise broken(f"entry point {entry.name!r} ({entry.value}) is not a qprecon {kind.__name__} of that name")
@@ -102,11 +119,11 @@ def guarded(what: str, given: Mapping[str, Array]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         raise ValueError(f"{what}: {error}") from error
     except Exception as error:
-        if out_of_memory(error) or raised_by_signal(error):
+        reraise_from_signal(error)
+        if out_of_memory(error):
             raise
         raise PluginBrokenError(f"{what} failed: {error!r}") from error
     for name, array in given.items():

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError, raised_by_signal
+from ..errors import BackendBrokenError, BackendNotInstalledError, UnknownBackendError, reraise_from_signal
 from ..wording import did_you_mean
 from . import plugins
 from .interface import Backend, Capabilities, SolveChunk, System
-from .options import made_options, option_names
+from .options import check_kind, made_options, option_names
 
 ENTRY_POINT_GROUP = "qprecon.backends"
 
@@ -233,7 +233,7 @@ def check_own_options(record: Backend, options: Mapping[str, Any], others: Seque
 def _made(record: Backend, kind: type | None, options: Mapping[str, Any], others: Sequence[str]) -> Any:
     if "device" not in option_names(kind):
         _refuse_device(options)
-    return made_options(f"backend {record.name!r}", kind, options, others)
+    return made_options(f"backend {record.name!r}", kind, options, others, BackendBrokenError)
 
 
 def check_installed(record: Backend) -> None:
@@ -244,9 +244,12 @@ def check_installed(record: Backend) -> None:
 
 
 def check_usable(name: str) -> None:
-    """Raises as ``find`` and ``check_installed`` do, for a name other than "auto"; nothing is imported."""
+    """Raises as ``find`` and ``check_installed`` do, for a name other than "auto", and BackendBrokenError where a backend has no
+    module; nothing is imported."""
     if name != "auto":
-        check_installed(find(name))
+        record = find(name)
+        check_installed(record)
+        plugins.check_module(f"backend {name!r}", record.target, BackendBrokenError)
 
 
 def load(record: Backend, options: Mapping[str, Any], others: Sequence[str] = _COMMON) -> Loaded:
@@ -261,11 +264,11 @@ def load(record: Backend, options: Mapping[str, Any], others: Sequence[str] = _C
     try:
         module = importlib.import_module(record.target)
     except Exception as error:
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         raise BackendBrokenError(f"backend {record.name!r} is installed but fails to import: {error!r}") from error
     if not callable(getattr(module, "prepare", None)):
         raise BackendBrokenError(f"backend {record.name!r}: module {record.target} has no function prepare(system, options)")
+    check_kind(f"backend {record.name!r}", _kind(module), BackendBrokenError)
     made = _made(record, _kind(module), options, others)
     per_column = getattr(module, "bytes_per_column", lambda n, itemsize, _: 12.0 * n * itemsize)
     return Loaded(record, module.prepare, made, per_column)

@@ -14,7 +14,7 @@ from ..arrays.linalg import exact_float32
 from ..contract import registry
 from ..contract.interface import Backend
 from ..contract.options import as_number
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, reraise_from_signal
 from ..problem.column_qp import ColumnQP
 from ..problem.hessian import floating
 from ..solution import Provenance, Solution, Timing
@@ -87,7 +87,8 @@ def _task(shared: Shared, problem: ColumnQP, loaded: registry.Loaded, dtype: str
         shared.begin_certificate()
         try:
             shared.setup(loaded, dtype)
-        except Exception:
+        except Exception as error:
+            reraise_from_signal(error)
             _ = shared.certificate  # where H is at fault, its error tells more
             raise
     return Task(problem, shared.certificate, shared.setup(loaded, dtype))

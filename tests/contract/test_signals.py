@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 
 import qprecon
 from qprecon.contract import Backend, Capabilities, RawColumns, plugins, registry
-from qprecon.errors import PluginBrokenError, raised_by_signal
+from qprecon.errors import BackendBrokenError, PluginBrokenError, from_signal
 from qprecon.files import JSON, reading, writing
 
 from . import cases
@@ -134,14 +135,119 @@ def test_in_a_plugin_and_while_files_are_used(expected: type[Exception], tmp_pat
         assert caught.value.__cause__ is None
 
 
+def test_where_a_library_removes_its_frames(expected: type[Exception]) -> None:
+    """As jax does while it traces: among them is the one that was interrupted."""
+    jax = pytest.importorskip("jax")
+    with pytest.raises(expected) as caught, plugins.guarded("it", {}):
+        jax.jit(functools.partial(signal.raise_signal, signal.SIGALRM))()
+    interrupted = inspect.getinnerframes(caught.tb)[-2 if expected is TooLate else -3].filename
+    assert "jax" not in Path(interrupted).parts  # else the test has not had what it is about
+
+
+def _cause() -> None:
+    try:
+        _until_the_alarm(lambda: None)
+    except Exception as error:
+        raise OSError("unable to load") from error
+
+
+def _context() -> None:
+    try:
+        _until_the_alarm(lambda: None)
+    except Exception:
+        raise OSError("unable to load")  # noqa: B904
+
+
+def _twice() -> None:
+    try:
+        _context()
+    except OSError:
+        raise RuntimeError("it cannot be had")  # noqa: B904
+
+
+def _in_a_generator() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        _cause()
+
+    try:
+        list(numbers())
+    except OSError:
+        {}["it"]
+
+
+@pytest.mark.parametrize("library", [_cause, _context, _twice, _in_a_generator])
+def test_where_a_library_raises_another_error(library: Callable[[], None], expected: type[Exception], tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for context in (plugins.guarded("it", {}), reading(path, JSON, Exception), writing(path, Exception)):
+        with pytest.raises(expected) as caught, context:
+            library()
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
+
+
+def _from_none() -> None:
+    try:
+        _until_the_alarm(lambda: None)
+    except Exception:
+        raise OSError("another matter") from None
+
+
+def _after_it_was_handled() -> None:
+    try:
+        _until_the_alarm(lambda: None)
+    except Exception as error:
+        handled = error
+    raise OSError("another matter") from OSError(handled)
+
+
+@pytest.mark.parametrize("library", [_from_none, _after_it_was_handled])
+def test_what_a_library_has_dealt_with_is_not_raised(library: Callable[[], None], expected: type[Exception]) -> None:
+    with pytest.raises(PluginBrokenError, match="another matter"), plugins.guarded("it", {}):
+        library()
+
+
+@pytest.mark.parametrize("how", ["context", "cause"])
+def test_an_alarm_that_came_before_is_not_raised_again(
+    how: str, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller goes on with another backend while it handles the alarm, and that one fails."""
+    alarm: list[Exception] = []
+
+    def prepare(system: Any, options: Any) -> Any:
+        if how == "cause":
+            raise OSError("another matter") from alarm[0]
+        raise OSError("another matter")
+
+    module = types.ModuleType("other_backend")
+    module.prepare = prepare
+    monkeypatch.setitem(sys.modules, "other_backend", module)
+    monkeypatch.setattr(registry, "find", lambda name: Backend("other", "other_backend", "a test"))
+    try:
+        _until_the_alarm(lambda: None)
+    except Exception as error:
+        alarm.append(error)
+        with pytest.raises(BackendBrokenError, match="another matter"):
+            qprecon.solve(**_given(), backend="other")
+
+
 def test_only_a_handler_of_signals_is_one() -> None:
-    """Not a function that is given a number, or another frame than its caller's."""
+    """Not a function that is given a number, another frame than its caller's, or its caller's in another order."""
 
     def fail(number: int, frame: Any = None) -> None:
         raise TooLate
 
     other = sys._getframe(1)
-    for given in ((1,), (1, other)):
+    for given in ((1,), (1, other), (sys._getframe(), 1), (True, sys._getframe())):
         with pytest.raises(PluginBrokenError) as caught, plugins.guarded("it", {}):
             fail(*given)
-        assert not raised_by_signal(caught.value.__cause__)
+        assert from_signal(caught.value.__cause__) is None
+
+    def forget(*given: Any) -> None:
+        del given
+        raise TooLate
+
+    with pytest.raises(PluginBrokenError), plugins.guarded("it", {}):
+        forget()
+    with pytest.raises(TooLate) as caught, plugins.guarded("it", {}):
+        fail(signal.SIGALRM, sys._getframe())
+    assert from_signal(caught.value) is caught.value

@@ -78,6 +78,30 @@ def test_missing_and_broken_are_told_apart(install):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("Options = dict", "its options should be a dataclass, not <class 'dict'>"),
+        ("@dataclass\nclass Options:\n    def __post_init__(self):\n        1 / 0\n", "its options cannot be made: ZeroDivision"),
+    ],
+)
+def test_options_that_are_broken_are_the_backends_fault(install, options, said):
+    source = f"from dataclasses import dataclass\ndef prepare(system, options): pass\n{options}\n"
+    install("crooked_target", source, "", "first")
+    install("crooked", plain("crooked"), "crooked = crooked:RECORD", "second")
+    with pytest.raises(qprecon.BackendBrokenError, match=f"backend 'crooked': {said}"):
+        qprecon.solve(*problem(), backend="crooked")
+
+
+def test_a_module_that_is_missing_is_told_without_an_import(install):
+    install("hollow", plain("hollow"), "hollow = hollow:RECORD", "first")
+    with pytest.raises(qprecon.BackendBrokenError, match="backend 'hollow' is installed, but there is no module 'hollow_target'"):
+        registry.check_usable("hollow")
+    for record in registry.BUILT_IN:
+        if record.installed:
+            registry.check_usable(record.name)
+
+
 def test_missing_extra_is_named(monkeypatch):
     needy = dataclasses.replace(registry.find("osqp"), requires=("no_such_module",))
     monkeypatch.setattr(registry, "BUILT_IN", (needy,))

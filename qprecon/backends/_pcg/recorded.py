@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from ...arrays.interop import Array, device_type
+from ...errors import reraise_from_signal
 
 
 def recorded(step: Callable[[], None], near: Array) -> Callable[[], None]:
@@ -27,7 +28,8 @@ def recorded(step: Callable[[], None], near: Array) -> Callable[[], None]:
     try:
         with _capturing(torch, graph, stream):
             step()
-    except Exception:  # a library that does not let itself be recorded; nothing has run
+    except Exception as error:  # a library that does not let itself be recorded; nothing has run
+        reraise_from_signal(error)
         return step
     return graph.replay
 

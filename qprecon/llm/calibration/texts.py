@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from qprecon.errors import raised_by_signal
+from qprecon.errors import reraise_from_signal
 from qprecon.files import local_path, near
 from qprecon.llm.calibration.documents import file_documents, is_rows, wikitext_join
 from qprecon.llm.files.hub import ask_hub, is_hub_name, offline_if_silent
@@ -126,6 +126,5 @@ def _hub_texts(name: str, documents: int) -> list[str]:
     except KeyError as error:
         raise ValueError(f'the data set {name!r} has no "text" field; {_INSTEAD}') from error
     except Exception as error:  # the library raises its own, the hub's and the network's errors
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         raise OSError(f"the data set {name!r} cannot be had ({error}); {_INSTEAD}") from error

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from qprecon.errors import reraise_from_signal
 from qprecon.llm.calibration.capture import evaluation_mode
 from qprecon.llm.calibration.windows import check_tokenizer_given
 from qprecon.llm.evaluation.asked import HUB, check_known, named_tasks
@@ -122,6 +123,7 @@ def _from_hub(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
             return run()
         except OSError as error:  # ConnectionError among them
+            reraise_from_signal(error)
             raise OSError(f"the tasks' data cannot be had from the hub: {error}. Local files are taken with --data-dir") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import BadFileError, one_line
+from qprecon.errors import BadFileError, one_line, reraise_from_signal
 from qprecon.files import read_json
 from qprecon.llm.files.weight_files import opened, read_header
 
@@ -72,6 +72,7 @@ def _weights(schemes: _Schemes, layer: str, held: dict[str, Path]) -> torch.Tens
         compressor, scheme = schemes.of(layer)
         return compressor.decompress(parts, scheme)["weight"]
     except (ValueError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
+        reraise_from_signal(error)
         if out_of_memory(error):
             raise
         path = held[f"{layer}.{_SCALE}"]

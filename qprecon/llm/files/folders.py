@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qprecon.errors import one_line, raised_by_signal
+from qprecon.errors import one_line, reraise_from_signal
 from qprecon.files import local_path, near
 from qprecon.llm.files.hub import fetched_model, is_hub_name
 from qprecon.llm.files.names import check_utf8_name
@@ -42,8 +42,7 @@ def model_folder(model: str | Path) -> Path:
     try:
         return fetched_model(model)
     except Exception as error:  # the hub's library raises classes of several others
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         why = one_line(error)
         raise OSError(f"there is no folder {model!r} here, and as a name on the hub it cannot be had: {why}{near(path)}") from error
 
@@ -59,7 +58,8 @@ def local_copy(model: str) -> Path | None:
         return None
     try:
         return Path(snapshot_download(model, cache_dir=constants.HF_HUB_CACHE, local_files_only=True))
-    except Exception:  # the hub's library raises classes of several others
+    except Exception as error:  # the hub's library raises classes of several others
+        reraise_from_signal(error)
         return None
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qprecon.errors import raised_by_signal
+from qprecon.errors import reraise_from_signal
 
 # A hub name may hold dots ("Llama-3.1-8B"); with one of these endings it is a file's.
 _SUFFIXES = tuple(
@@ -56,6 +56,7 @@ def fetched_model(name: str) -> Path:
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=_PICKLES, **where)
     except LocalEntryNotFoundError as error:
+        reraise_from_signal(error)
         silent = "the hub is not asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the hub does not answer"
         raise OSError(f"{silent}, and there is no complete copy in {constants.HF_HUB_CACHE}") from error
     return folder
@@ -74,8 +75,7 @@ def ask_hub(name: str, kind: str) -> None:
     except HfHubHTTPError:
         return  # it answers, and the libraries tell what that means for them
     except Exception as error:  # of requests, of httpx, of sockets: as the library's version has it
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         raise OSError(f"the hub does not answer ({error})") from error
 
 
@@ -107,8 +107,7 @@ def hub_answers() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=_SECONDS)
     except Exception as error:  # of requests, of httpx, of sockets: as the library's version has it
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         return False
     return True
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qprecon.errors import reraise_from_signal
 from qprecon.grids.formats import Fitted, Grid
 from qprecon.grids.scales import fit_scales
 from qprecon.llm.lowbit.compressed import keeps_weight, pack_folder
@@ -43,7 +44,8 @@ def reads_experts(grid: Grid, packed: bool = True) -> bool:
         pack_folder(Path(folder), scales, linears, views)
         try:
             read = dict(load_whole(folder, device="cpu", dtype="auto")[0].named_parameters())
-        except ValueError:  # of whatever it is that it cannot read
+        except ValueError as error:  # of whatever it is that it cannot read
+            reraise_from_signal(error)
             return False
     return all(torch.equal(own, read[name]) for name, own in model.named_parameters())
 

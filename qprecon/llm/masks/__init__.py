@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from qprecon.contract import plugins
 from qprecon.contract.options import made_options
-from qprecon.errors import PluginBrokenError, raised_by_signal
+from qprecon.errors import PluginBrokenError, reraise_from_signal
 from qprecon.llm.masks.options import (
     AlpsOptions,
     GivenOptions,
@@ -175,8 +175,7 @@ class Selector:
         try:
             return import_module(self.module)
         except Exception as error:
-            if raised_by_signal(error):
-                raise
+            reraise_from_signal(error)
             raise PluginBrokenError(f"mask {self.name!r} is installed but fails to import: {error!r}") from error
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import BadFileError, one_line, raised_by_signal
+from qprecon.errors import BadFileError, one_line, reraise_from_signal
 from qprecon.files import read_json
 from qprecon.llm.files.folders import check_tokenizer, has_tokenizer, model_folder, tokenizer_json
 from qprecon.llm.files.kinds import check_causal, check_experts_whole, check_kinds, check_left_over, config_facts, named_by_config
@@ -221,11 +221,11 @@ def loading(what: str, folder: Path | None = None) -> Iterator[None]:
     which value in config.json of `folder` it does not know."""
     try:
         yield
-    except (BadFileError, ImportError, torch.OutOfMemoryError):
+    except (BadFileError, ImportError, torch.OutOfMemoryError) as error:
+        reraise_from_signal(error)
         raise
     except Exception as error:
-        if raised_by_signal(error):
-            raise
+        reraise_from_signal(error)
         if out_of_memory(error):
             raise MemoryError(f"{what} cannot be loaded: {one_line(error)}") from error
         named = None if folder is None else named_by_config(folder, error)

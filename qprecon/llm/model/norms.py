@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
+from qprecon.errors import reraise_from_signal
+
 _SCALES = (0.0, 1e-4, 1e-2, 1.0, 1e2)  # of the rows that are tried: where ε counts, and where it does not
 _ALIKE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}  # relative; three roundings to bfloat16 are 3/4 of this
 
@@ -89,7 +91,8 @@ def recognised(module: nn.Module, device: torch.device = torch.device("cpu")) ->
             rows, slopes = x.to(device, dtype), up.to(device, dtype)
             truth = _with_gradient(partial(type(module).forward, trial), rows, slopes)
             candidates = [norm for norm in candidates if _same(_with_gradient(partial(norm.apply, trial), rows, slopes), truth)]
-    except Exception:  # it takes more, or something else
+    except Exception as error:  # it takes more, or something else
+        reraise_from_signal(error)
         return None
     return candidates[0] if candidates else None
 

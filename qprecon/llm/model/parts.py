@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import raised_by_signal
+from qprecon.errors import reraise_from_signal
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 _LARGEST_DIFFERENCE = 1e-2  # of the largest logit; 16-bit products of other shapes differ in the last digits
@@ -54,7 +54,8 @@ def _tried(model: nn.Module, name: str, tokens: torch.Tensor) -> Parts | None:
         parts = Parts(_decode(decoder, "last_hidden_state"), _head(model, name, type(output)))
         found = parts.head(output.last_hidden_state[0])
     except Exception as error:  # any exception: it is no decoder, or the model's forward function needs more of it
-        if out_of_memory(error) or raised_by_signal(error):
+        reraise_from_signal(error)
+        if out_of_memory(error):
             raise
         return None
     if found.shape != expected.shape:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from qprecon.arrays.memory import out_of_memory
+from qprecon.errors import reraise_from_signal
 from qprecon.llm.model.blocks import Block, is_conv1d
 from qprecon.llm.model.dtypes import FLOATS
 from qprecon.wording import counted
@@ -275,6 +276,7 @@ class ReplayCheck:
         try:
             return replay(hidden)
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            reraise_from_signal(error)
             if out_of_memory(error):
                 raise
             raise ValueError(f"{self._refusal(index)}: {error}") from error

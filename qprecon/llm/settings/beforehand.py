@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from qprecon.contract import registry
+from qprecon.contract import plugins, registry
 from qprecon.contract.options import is_number
 from qprecon.engine.choice import checked_dtype
 from qprecon.engine.solving import Request
@@ -83,15 +84,19 @@ def check_recipe(recipe: Recipe) -> None:
 
 def _check_mask(recipe: Recipe) -> None:
     """ValueError for a pattern that the selector does not make (a mapping is looked at layer by layer), for update="own" where it
-    has no weights of its own, and for its options, unless they are known to a third party's module only."""
+    has no weights of its own, and for its options, unless they are known to a third party's module only. PluginBrokenError: a third
+    party's module is not there, or its options are no dataclass."""
     selector = get_selector(recipe.mask)
     patterns = [] if isinstance(recipe.amount, Mapping) else [Pattern.parse(recipe.amount)]
     check_makes(selector, patterns)
     if recipe.update == "own" and not selector.has_own_update:
         raise ValueError(f"update 'own': mask {recipe.mask!r} has no weight update of its own; use 'optimal' or 'none'")
+    what = f"mask {recipe.mask!r}"
+    plugins.check_module(what, selector.module)
     made = selector.options(recipe.mask_options) if selector.takes is not None else None
     for pattern in patterns if hasattr(made, "check_pattern") else ():
-        made.check_pattern(pattern)
+        with nullcontext() if selector.is_ours else plugins.guarded(what, {}):
+            made.check_pattern(pattern)
 
 
 def check_shared(recipe: Recipe) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from qprecon.arrays.memory import out_of_memory
+from qprecon.errors import reraise_from_signal
 from qprecon.llm.calibration.memory import check_host_memory, choose_store, own_copy, stored
 from qprecon.llm.calibration.replay import call_block, replaced_forwards, run_block, split_call
 from qprecon.llm.calibration.streams import BlockInputs
@@ -96,6 +97,7 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
+        reraise_from_signal(error)
         if out_of_memory(error):
             raise
         raise ValueError(f"{name}: the loss's gradient cannot be had here ({error}); {_WITHOUT}") from error

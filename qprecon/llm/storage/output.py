@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from qprecon.arrays.memory import out_of_memory
-from qprecon.errors import BadFileError, raised_by_signal
+from qprecon.errors import BadFileError, reraise_from_signal
 from qprecon.files import local_path, read_json, temporary, writing
 from qprecon.llm.files.names import check_utf8_name
 from qprecon.llm.masks.packed import MASKS_NAME, Packed, write_masks
@@ -126,7 +126,8 @@ def check_writable(model: Any, tokenizer: Any = None, source: Path | None = None
             except OSError:
                 raise
             except Exception as error:  # of transformers, of tokenizers, of the model's own class
-                if out_of_memory(error) or raised_by_signal(error):
+                reraise_from_signal(error)
+                if out_of_memory(error):
                     raise
                 why = " ".join(str(error).split())
                 raise ValueError(f"out: the {name} cannot be saved, neither now nor with pruned weights: {why}") from error

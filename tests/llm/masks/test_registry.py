@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from qprecon import cli
 from qprecon.errors import PluginBrokenError
 from qprecon.llm import prune_model
 from qprecon.llm.masks import ENTRY_POINT_GROUP, SELECTORS, LayerData, get_selector, selectors
 from qprecon.llm.masks.patterns import Pattern
+from qprecon.llm.settings.beforehand import check_recipe
+from qprecon.llm.settings.recipe import Recipe
 from tests.llm.families import build, tokens
 
 GUIDE = Path(__file__).parents[3] / "docs" / "extending" / "adding_a_mask.md"
@@ -78,3 +81,70 @@ def test_a_broken_one_is_an_error_only_for_who_asks_for_it(install):
         prune_model(build("llama"), tokens(2), mask="hollow", progress=False)
     with pytest.raises(ValueError, match="unknown mask 'hollo'; did you mean 'hollow'"):
         get_selector("hollo")
+
+
+TAKES = """
+from dataclasses import dataclass
+from qprecon.llm.masks import Selector
+{options}
+RECORD = Selector("faulty", "faulty_mask", False, False, "a test", takes={takes})
+"""
+FRAGILE = """
+@dataclass(frozen=True)
+class Options:
+    power: int{default}
+    def __post_init__(self):
+        {made}
+    def check_pattern(self, pattern):
+        {checked}
+"""
+
+
+@pytest.mark.parametrize(
+    "options, takes, said",
+    [
+        ("", "dict", "its options should be a dataclass, not <class 'dict'>"),
+        ("", "'Options'", "its options should be a dataclass, not 'Options'"),
+        (FRAGILE.format(default="=1", made="1 / 0", checked="pass"), "Options", "its options cannot be made: ZeroDivisionError"),
+        (FRAGILE.format(default="=1", made="pass", checked="1 / 0"), "Options", "failed: ZeroDivisionError"),
+        (FRAGILE.format(default="=1", made="pass", checked="pass"), "Options()", "its options should be a dataclass, not Options"),
+    ],
+)
+def test_options_that_are_broken_are_the_masks_fault(install, capsys, tmp_path, options, takes, said):
+    install("faulty_mask", TAKES.format(options=options, takes=takes), "faulty = faulty_mask:RECORD", group=ENTRY_POINT_GROUP)
+    with pytest.raises(PluginBrokenError, match=f"^mask 'faulty':? {said}"):
+        check_recipe(Recipe(mask="faulty", sparsity=0.5))
+    assert cli.main(["prune", str(tmp_path / "M"), str(tmp_path / "O"), "--calib", "builtin", "--mask", "faulty"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "mask 'faulty'" in line and said in line
+
+
+def test_an_option_that_a_mask_needs_is_named(install):
+    options = FRAGILE.format(default="", made="pass", checked="pass")
+    install("faulty_mask", TAKES.format(options=options, takes="Options"), "faulty = faulty_mask:RECORD", group=ENTRY_POINT_GROUP)
+    with pytest.raises(ValueError, match="^mask 'faulty' needs its option 'power'$"):
+        check_recipe(Recipe(mask="faulty", sparsity=0.5))
+    check_recipe(Recipe(mask="faulty", sparsity=0.5, mask_options={"power": 2}))
+
+
+def test_options_of_its_module_are_looked_at_too(install):
+    source = RECORD.format("faulty") + "Options = {'power': 1}\ndef select(layer, pattern, options): pass\n"
+    install("faulty", source, "faulty = faulty:RECORD", group=ENTRY_POINT_GROUP)
+    with pytest.raises(PluginBrokenError, match="mask 'faulty': its options should be a dataclass"):
+        prune_model(build("llama"), tokens(2), mask="faulty", progress=False)
+
+
+@pytest.mark.parametrize("module", ["no_such_module", "hollow.inside", "qprecon.llm.no_such_module"])
+def test_a_module_that_is_missing_is_told_beforehand(install, module):
+    record = RECORD.format("hollow").replace("'hollow', False", f"'{module}', False")
+    install("hollow", record, "hollow = hollow:RECORD", group=ENTRY_POINT_GROUP)
+    with pytest.raises(PluginBrokenError, match=f"mask 'hollow' is installed, but there is no module '{module}'"):
+        check_recipe(Recipe(mask="hollow", sparsity=0.5))
+
+
+def test_no_package_is_imported_to_look_for_a_module(install, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    record = RECORD.format("deep").replace("'deep', False", "'package.inside', False")
+    install("deep", record, "deep = deep:RECORD", group=ENTRY_POINT_GROUP)
+    check_recipe(Recipe(mask="deep", sparsity=0.5))

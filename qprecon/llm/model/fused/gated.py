@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
+from qprecon.errors import reraise_from_signal
 from qprecon.llm.model.fused.bits import all_values, fit, large, same_bits
 from qprecon.llm.model.fused.swapped import Place, swapped
 
@@ -95,7 +96,8 @@ def recognised(original: Callable, module: nn.Module, dtype: torch.dtype, device
     act = _activation(module)
     try:
         return act is not None and _is_silu(act, dtype, device) and _same(original, module, act, dtype, device)
-    except Exception:  # it takes others, or the kernel cannot be had here
+    except Exception as error:  # it takes others, or the kernel cannot be had here
+        reraise_from_signal(error)
         return False
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qprecon.errors import reraise_from_signal
 from qprecon.llm.model.fused.bits import fit, large, same_bits
 from qprecon.llm.model.fused.swapped import Place, swapped
 
@@ -78,7 +79,8 @@ def recognised(original: Callable, dtype: torch.dtype, device: torch.device, wid
                 pairs = zip(_rotated(q, k, cos, sin), original(q, k, cos, sin), strict=True)
                 if not all(same_bits(mine, own) for mine, own in pairs):
                     return False
-    except Exception:  # it takes others, or the kernel cannot be had here
+    except Exception as error:  # it takes others, or the kernel cannot be had here
+        reraise_from_signal(error)
         return False
     return True
 
