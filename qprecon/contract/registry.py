@@ -214,8 +214,16 @@ def _kind(module: Any) -> type | None:
 
 def _looked_at(record: Backend) -> type | None:
     """What its options are looked at with before its module is imported, if it says so."""
+    if not record.takes:
+        return _kind(importlib.import_module(record.target))
     module, _, name = record.takes.partition(":")
-    return getattr(importlib.import_module(module), name) if name else _kind(importlib.import_module(record.target))
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        reraise_from_signal(error)
+        raise BackendBrokenError(f"backend {record.name!r}: {record.takes!r} gives no class of its options: {error!r}") from error
+    check_kind(f"backend {record.name!r}", kind, BackendBrokenError)
+    return kind
 
 
 def check_own_options(record: Backend, options: Mapping[str, Any], others: Sequence[str]) -> None:

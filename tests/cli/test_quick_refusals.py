@@ -198,3 +198,12 @@ def test_a_backends_quick_options_are_its_own():
         if record.installed:
             own, quick = importlib.import_module(record.target).Options, registry._looked_at(record)
             assert issubclass(own, quick) and dataclasses.fields(own) == dataclasses.fields(quick), record.name
+
+
+def test_a_backend_whose_options_are_nowhere_is_broken():
+    from qprecon.contract import registry
+    from qprecon.contract.interface import Backend
+
+    for takes in ("qprecon.nowhere:Options", "qprecon.wording:Options", "qprecon.wording:counted"):
+        with pytest.raises(registry.BackendBrokenError, match="backend 'odd'"):
+            registry.check_own_options(Backend("odd", "odd", "", takes=takes), {}, ())
