@@ -170,10 +170,11 @@ def _solve_chunk(task: Task, limits: Limits, ahead: Ahead, columns: Any, out: Ou
     problem, clock = task.problem, moment(out.results.weights_NK)
     start = ahead.start_of(columns)
     chunk = InProgress.begin(problem, task.cert, start, columns)
-    chunk.certify_optimal_starts(limits.tol)
+    tolerance, in_vain, goes_on = _FIRST * limits.tol, 0, task.backend.loaded.capabilities.warm_start
+    if goes_on:  # a direct method gives an answer with all digits, and in any case takes no iterations
+        chunk.certify_optimal_starts(tolerance)
     clock = out.lap(clock, "audit")
     local = np.flatnonzero(chunk.results.relative_gap > limits.tol)  # the columns of this chunk that are still to be improved
-    tolerance, in_vain, goes_on = _FIRST * limits.tol, 0, task.backend.loaded.capabilities.warm_start
     for round_ in range(_ROUNDS):
         local = _within_limits(limits, chunk.results, local)
         if not len(local):
