@@ -20,7 +20,7 @@ from qprecon.llm.model.unprunable import ReplayCheck
 from qprecon.llm.statistics import gradients
 from tests.llm.toy_text import toy_tokenizer
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs POSIX signals")
+pytestmark = [pytest.mark.own, pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs POSIX signals")]
 ON = torch.float32, torch.device("cpu")
 
 
