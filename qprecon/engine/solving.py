@@ -83,15 +83,16 @@ def run(shared: Shared, problem: ColumnQP, request: Request, started: float) -> 
 
 def _task(shared: Shared, problem: ColumnQP, loaded: registry.Loaded, dtype: str) -> Task:
     """A GPU makes the certificate's factor while the host sets up the backend. On a CPU it is one after the other."""
-    if problem.place.device_type == "cuda":
-        shared.begin_certificate()
-        try:
-            shared.setup(loaded, dtype)
-        except Exception as error:
-            reraise_from_signal(error)
-            _ = shared.certificate  # where H is at fault, its error tells more
-            raise
-    return Task(problem, shared.certificate, shared.setup(loaded, dtype))
+    if problem.place.device_type != "cuda":
+        return Task(problem, shared.certificate, shared.setup(loaded, dtype))
+    shared.begin_certificate()
+    try:
+        backend = shared.setup(loaded, dtype)
+    except Exception as error:
+        reraise_from_signal(error)
+        _ = shared.certificate  # where H is at fault, its error tells more
+        raise
+    return Task(problem, shared.certificate, backend)
 
 
 def _last_resort(problem: ColumnQP) -> Backend | None:
